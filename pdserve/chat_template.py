@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -60,6 +62,38 @@ _ENVIRONMENT.globals["raise_exception"] = _raise_exception
 _ENVIRONMENT.globals["strftime_now"] = _strftime_now
 
 
+# What a template writes, and the parsers of vLLM that read it: of tool calls, and of the reasoning
+# that comes with them.
+_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("<tool_call>", "<arg_key>"), "glm45", "glm45"),
+    (("<tool_call>", "<function="), "qwen3_coder", "qwen3"),
+    (("<seed:tool_call>",), "seed_oss", "seed_oss"),
+    (("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
+    (("<tool_call>",), "hermes", ""),
+    (("[TOOL_CALLS]",), "mistral", ""),
+    (("<|tool_calls_section_begin|>",), "kimi_k2", "kimi_k2"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3", ""),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31", ""),
+    (("<start_function_call>",), "functiongemma", ""),
+    (("<|python_tag|>",), "llama3_json", ""),
+)
+_THINKING = ("enable_thinking", "thinking")  # variables that turn reasoning on or off
+
+
+@dataclass(frozen=True, slots=True)
+class ParserNames:
+    """vLLM's parsers that fit a chat template, "" for none. `thinks` is whether the model reasons
+    if it is not told."""
+
+    tool_calls: str = ""
+    reasoning: str = ""
+    thinks: bool = True
+
+    def is_thinking(self, variables: Mapping[str, Any]) -> bool:
+        """Return whether a request with these template variables may get reasoning."""
+        return bool(next((variables[x] for x in _THINKING if x in variables), self.thinks))
+
+
 # Stands after the text of the last message where that is continued.
 _CUT = "\ue001cut\ue001 "
 
@@ -76,10 +110,27 @@ class ChatTemplate:
         more = {"tools": None, "documents": None}
         self._template.globals = {**self._template.globals, **special_tokens, **more}
         self._knows_developer = "developer" in source
+        self._source = source
+        self.takes_tools = "tools" in source
+
+    @cached_property
+    def parsers(self) -> ParserNames:
+        """The parsers of what the model writes, as far as the template tells."""
+        source = self._source
+        fits = (x for x in _FORMATS if all(mark in source for mark in x[0]))
+        _, tool_calls, reasoning = next(fits, ((), "", ""))
+        if "<think>" not in source:
+            return ParserNames(tool_calls)
+        switch = next((x for x in _THINKING if x in source), None)
+        if switch is None:
+            return ParserNames(tool_calls, reasoning or "deepseek_r1")
+        asks = [{"role": "user", "content": "?"}]
+        thinks = self.render(asks) != self.render(asks, {switch: False})
+        return ParserNames(tool_calls, reasoning or ("qwen3" if thinks else "deepseek_v3"), thinks)
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] = MappingProxyType({}),
         *,
         add_generation_prompt: bool = True,

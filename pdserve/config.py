@@ -282,6 +282,10 @@ class RouterConfig(_Section, frozen=True):
     otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
     stop_grace_s: Seconds that open requests have after SIGTERM; an idle router ends at once.
     slo: Latency targets.
+    tool_call_parser: vLLM's parser of tool calls. `auto`: the one that fits the model's chat
+        template. `none`: requests with tools are refused. Parsers need vLLM where the router runs.
+    reasoning_parser: vLLM's parser of reasoning. `auto`: the one that fits the model's chat
+        template, for requests that may get reasoning. `none`: reasoning is text like any other.
     log_level: Lowest level that is logged.
     """
 
@@ -313,6 +317,8 @@ class RouterConfig(_Section, frozen=True):
     otlp_endpoint: Endpoint = ""
     stop_grace_s: Amount = 120.0
     slo: SloConfig = SloConfig()
+    tool_call_parser: Text = "auto"
+    reasoning_parser: Text = "auto"
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:

@@ -164,6 +164,10 @@ class TransferCorrupted(TransferFailed, code="transfer_corrupted"):
     """The KV blocks of a request were damaged, also after one retry."""
 
 
+class ParserFailed(ServiceError, code="parser_failed"):
+    """Tool calls and reasoning in the answer could not be found."""
+
+
 class InternalError(ServiceError, code="internal_error"):
     """A bug in pdserve."""
 

@@ -1,7 +1,7 @@
-"""Frames of the session between a router and a worker: one protobuf message after its length.
+"""Frames between a router and its workers or parser: one protobuf message after its length.
 
-The length is 4 bytes, big-endian. `Command` and `StepFrame` of protos/pdserve/v1/worker.proto say
-what the messages mean.
+The length is 4 bytes, big-endian. worker.proto and parser.proto of protos/pdserve/v1 say what the
+messages mean.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from pdserve.errors import InvalidRequest
-from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,10 +24,10 @@ PEER_TIMEOUT_S = 15
 
 _LENGTH = struct.Struct(">I")
 
-M = TypeVar("M", w.StepFrame, w.Command)
+M = TypeVar("M", bound=Message)
 
 
-def pack(message: w.StepFrame | w.Command) -> bytes:
+def pack(message: Message) -> bytes:
     """Return the bytes of one frame. Raises ValueError above MAX_FRAME_BYTES."""
     body = message.SerializeToString()
     if len(body) > MAX_FRAME_BYTES:

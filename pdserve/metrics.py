@@ -130,6 +130,13 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _histogram(
                 "predicted_ttft_ratio", "model", "Predicted TTFT over actual TTFT.", _RATIOS
             ),
+            _counter(
+                "parser_divergences",
+                "model",
+                "Answers in which vLLM's parser found something else in the whole text than token "
+                "by token.",
+            ),
+            _counter("parser_restarts", "", "Parser processes that died or hung on answers."),
             _gauge("requests_running", "", "Requests admitted."),
             _gauge("requests_queued", "", "Requests waiting for admission."),
         ),

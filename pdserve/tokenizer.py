@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from pdserve.chat_template import ChatTemplate
-from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.chat_template import ChatTemplate, ParserNames
+from pdserve.errors import ConfigError, InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,23 +28,28 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @dataclass(slots=True)
 class ChatMessage:
-    """One message of a conversation. The template gets `name` and `reasoning` if they are set."""
+    """One message of a conversation. The template gets what is set. `tool_calls` are as OpenAI
+    writes them, but their arguments are objects."""
 
     role: str
     content: str
     name: str | None = None
     reasoning: str | None = None
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    tool_call_id: str | None = None
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What a chat template renders. `variables` are given to the template by name. The answer
-    begins a new message, unless `continue_final_message`: then it continues the last one."""
+    """What a chat template renders. `variables` are given to the template by name, `tools` as
+    OpenAI writes them. The answer begins a new message, unless `continue_final_message`: then it
+    continues the last one."""
 
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 def read_files(path: Path) -> dict[str, bytes]:
@@ -80,6 +85,12 @@ class Tokenizer:
         fast.no_padding()
         self._fast = fast
         self._template = template
+        self.files: Mapping[str, bytes] = {}  # what it was loaded from
+
+    @property
+    def parsers(self) -> ParserNames:
+        """The parsers of what the model writes, as far as its chat template tells."""
+        return ParserNames() if self._template is None else self._template.parsers
 
     @staticmethod
     def load(files: Mapping[str, bytes]) -> Tokenizer:
@@ -95,7 +106,9 @@ class Tokenizer:
         # The library raises a bare Exception for a file that it cannot read.
         except Exception as error:
             raise ConfigError(f"{_FAST} is not a tokenizer: {error}", field="model") from error
-        return Tokenizer(fast, _read_template(files))
+        tokenizer = Tokenizer(fast, _read_template(files))
+        tokenizer.files = files
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`. Raises InvalidRequest for text that is not Unicode (a
@@ -116,16 +129,28 @@ class Tokenizer:
             raise InvalidRequest(
                 "the model has no chat template; send a prompt instead", field="messages"
             )
-        plain = [{"role": x.role, "content": x.content} for x in chat.messages]
+        plain: list[dict[str, Any]] = [
+            {"role": x.role, "content": x.content} for x in chat.messages
+        ]
         for message, values in zip(chat.messages, plain, strict=True):
             if message.name is not None:
                 values["name"] = message.name
             if message.reasoning is not None:
                 # Published templates use either name.
                 values["reasoning_content"] = values["reasoning"] = message.reasoning
+            if message.tool_calls:
+                values["tool_calls"] = message.tool_calls
+            if message.tool_call_id is not None:
+                values["tool_call_id"] = message.tool_call_id
+        variables = chat.variables
+        if chat.tools:
+            if not self._template.takes_tools:
+                text = "'tools': the model's chat template does not take tools"
+                raise UnsupportedField(text, field="tools")
+            variables = {**variables, "tools": chat.tools}
         return self._template.render(
             plain,
-            chat.variables,
+            variables,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
         )
@@ -141,8 +166,11 @@ class MistralTokenizer(Tokenizer):
     """A tokenizer of Mistral's own library (`tekken.json`, or a versioned sentencepiece model),
     which writes conversations without a template."""
 
+    parsers = ParserNames("mistral")
+
     def __init__(self, files: Mapping[str, bytes]) -> None:
         ((name, content),) = files.items()
+        self.files = files
         try:
             from mistral_common.protocol.instruct.validator import ValidationMode
             from mistral_common.tokens.tokenizers import mistral
@@ -172,7 +200,7 @@ class MistralTokenizer(Tokenizer):
         from mistral_common.exceptions import MistralCommonException
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
-        if chat != Conversation(chat.messages) or add_special_tokens:
+        if chat != Conversation(chat.messages, tools=chat.tools) or add_special_tokens:
             raise InvalidRequest(
                 "the model has no chat template to give options to", field="messages"
             )
@@ -182,8 +210,18 @@ class MistralTokenizer(Tokenizer):
         plain: list[Any] = [
             {"role": names.get(x.role, x.role), "content": x.content} for x in chat.messages
         ]
+        for message, values in zip(chat.messages, plain, strict=True):
+            if message.tool_calls:
+                values["tool_calls"] = [
+                    {**x, "function": {**x["function"], "arguments": json.dumps(arguments)}}
+                    for x in message.tool_calls
+                    for arguments in [x["function"]["arguments"]]
+                ]
+            if message.tool_call_id is not None:
+                values["tool_call_id"] = message.tool_call_id
         try:
-            request = ChatCompletionRequest.from_openai(messages=plain)
+            tools: Any = [*chat.tools] or None
+            request = ChatCompletionRequest.from_openai(messages=plain, tools=tools)
             return tuple(self._mistral.encode_chat_completion(request).tokens)
         except (MistralCommonException, ValueError) as error:
             raise InvalidRequest(

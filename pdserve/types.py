@@ -46,6 +46,7 @@ class Constraint(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"  # JSON of one of xgrammar's, which vLLM's parsers make
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0  # of the completion, where reasoning is parsed
 
 
 @dataclass(slots=True)
@@ -267,6 +269,30 @@ class Adapter:
         return f"{self.name}@{self.digest}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningGate:
+    """The constraint on an answer holds after its reasoning, whose end vLLM's reasoning parser of
+    this name finds. `kwargs_json` are the parser's arguments."""
+
+    parser: str
+    kwargs_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How tool calls and reasoning are found in an answer: by vLLM's parsers of these names, "" for
+    none. `tokenizer` is ModelInfo.tokenizer, and `tokenizer_files` its files. `request_json` is the
+    body of vLLM's chat request without the conversation, and `reasoning_kwargs_json` are the
+    arguments of its reasoning parser."""
+
+    tokenizer: str
+    tokenizer_files: Mapping[str, bytes] = field(repr=False)
+    tool_parser: str
+    reasoning_parser: str
+    request_json: str
+    reasoning_kwargs_json: str
+
+
 @dataclass(slots=True)
 class GenerateRequest:
     """One request as the router works on it: tokenised, checked, with its deadline as a point on
@@ -287,6 +313,8 @@ class GenerateRequest:
     resume: tuple[int, ...] = ()
     adapter: Adapter | None = None
     cache_salt: str = field(default="", repr=False)
+    parsing: Parsing | None = None
+    reasoning_gate: ReasoningGate | None = None
 
     @property
     def served_name(self) -> str:

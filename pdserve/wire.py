@@ -246,7 +246,7 @@ def _structured_to_pb(value: t.StructuredOutput) -> c.StructuredOutput:
     return c.StructuredOutput(**cast("dict[str, Any]", {value.kind.value: given}))
 
 
-def _structured_from_pb(message: c.StructuredOutput) -> t.StructuredOutput:
+def structured_from_pb(message: c.StructuredOutput) -> t.StructuredOutput:
     kind = message.WhichOneof("constraint")
     if kind is None or (kind == "json_object" and not message.json_object):
         raise InvalidRequest("structured_output needs a constraint", field="structured_output")
@@ -260,7 +260,7 @@ _SAMPLING_FROM_PB: dict[str, Callable[[Any], Any]] = {
     "stop": tuple,
     "stop_token_ids": tuple,
     "logit_bias": dict,
-    "structured_output": _structured_from_pb,
+    "structured_output": structured_from_pb,
 }
 
 

@@ -28,6 +28,23 @@ class AnswerDelta(Struct):
     prompt_logprobs: tuple[t.PositionLogprobs, ...] = ()
 
 
+class ToolCallDelta(Struct, frozen=True):
+    """A piece of a tool call. The first one of a call has its id and name; `arguments` are pieces
+    of one JSON text."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ParsedDelta(AnswerDelta):
+    """A piece of a parsed answer: `text`, reasoning or tool calls."""
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
 class Out(Protocol):
     """Where the deltas of one request go."""
 

@@ -43,6 +43,8 @@ from router.fleet.registry import Fleet
 from router.health_checks import ActiveHealthChecks
 from router.metrics import RouterMetrics
 from router.operations import RoleChanger
+from router.parser_process import ParserProcess
+from router.parsing import AnswerParser
 from router.placement.cost import CostModel
 from router.placement.policies import POLICIES
 from router.placement.values import PlacementContext
@@ -159,7 +161,9 @@ class RouterServer:
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
         if tracing is not None:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
-        self.requests = requests = RequestServer(services, tracing)
+        parser = ParserProcess(metrics)
+        self._stack.push_async_callback(parser.close)
+        self.requests = requests = RequestServer(services, tracing, AnswerParser(parser, metrics))
         await enter(background("admit-queued-requests", requests.admit_queued))
 
         # LoRA adapters.
@@ -187,6 +191,8 @@ class RouterServer:
             requests.adapters,
             timeout_s=config.request_timeout_s,
             load=partial(fetch_tokenizer, fleet),
+            tool_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, opened, keys),

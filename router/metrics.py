@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _COUNTERS = (
     *("requests", "refusals", "fallbacks", "continuations", "slo_requests"),
     *("prompt_tokens", "cached_tokens", "generation_tokens", "kv_transfer_bytes"),
-    *("pair_probes", "worker_probes"),
+    *("pair_probes", "worker_probes", "parser_divergences", "parser_restarts"),
     *("tenant_answers", "tenant_tokens", "tenant_refusals"),
 )
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from router.fleet.registry import Fleet
     from router.handoff import StreamState
     from router.metrics import RouterMetrics
+    from router.parsing import AnswerParser
     from router.placement.cost import CostModel
     from router.placement.values import Demand
     from router.placer import Placer, Reservation
@@ -72,10 +73,16 @@ class Services:
 class RequestServer:
     """Serves requests. State: the answers that are being generated. `admit_queued` must run."""
 
-    def __init__(self, services: Services, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        services: Services,
+        tracing: Tracing | None = None,
+        parser: AnswerParser | None = None,
+    ) -> None:
         self.admission = services.admission
         self._services = services
         self._tracing = tracing
+        self._parser = parser
         self._generations: set[Generation] = set()
         self.open_requests = 0
         self.open_adapters = Counter[str]()  # open requests by the key of their LoRA adapter
@@ -93,6 +100,9 @@ class RequestServer:
         and Unavailable; at any time: DeadlineExceeded, WorkerFailed and its subclasses, the errors
         of the engine, and Cancelled if the client does not read.
         """
+        if request.parsing is not None and self._parser is not None:
+            await self._parser.serve(request, request.parsing, out, self.serve)
+            return
         services, loop = self._services, asyncio.get_running_loop()
         placer, metrics = services.placer, services.metrics
         span: Span | None = None

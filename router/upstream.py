@@ -234,6 +234,9 @@ class Attempt:
         submit.adapter = request.adapter_key
         submit.cache_salt = request.cache_salt
         submit.probe = self._is_probe
+        if (gate := request.reasoning_gate) is not None:
+            submit.reasoning_gate.parser = gate.parser
+            submit.reasoning_gate.kwargs_json = gate.kwargs_json
         submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
         return command
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         KvEndpoint,
         KvLedger,
         ModelInfo,
+        ReasoningGate,
         SamplingParams,
         WorkerLoad,
     )
@@ -93,6 +94,7 @@ class Work:
     resume_token_ids: tuple[int, ...] = ()
     adapter: str = ""  # key of a loaded LoRA adapter
     cache_salt: str = field(default="", repr=False)  # requests with another share no cached prefix
+    reasoning_gate: ReasoningGate | None = None
 
     @property
     def prompt_logprobs(self) -> int | None:

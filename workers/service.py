@@ -28,7 +28,7 @@ from pdserve.errors import (
     WorkerFailed,
 )
 from pdserve.prefix_hash import pack
-from pdserve.types import Role, StreamDelta
+from pdserve.types import ReasoningGate, Role, StreamDelta
 from pdserve.v1 import worker_pb2 as w
 from workers.adapters import read_adapter
 from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work, ended_by
@@ -659,7 +659,15 @@ def _work(submit: w.Submit, stream_id: int, role: Role) -> Work:
         resume_token_ids=tuple(submit.resume_token_ids),
         adapter=submit.adapter,
         cache_salt=submit.cache_salt,
+        reasoning_gate=_reasoning_gate(submit),
     )
+
+
+def _reasoning_gate(submit: w.Submit) -> ReasoningGate | None:
+    if not submit.HasField("reasoning_gate"):
+        return None
+    gate = submit.reasoning_gate
+    return ReasoningGate(gate.parser, gate.kwargs_json)
 
 
 def _phase(submit: w.Submit) -> Phase:

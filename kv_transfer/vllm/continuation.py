@@ -9,12 +9,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.structured_output import StructuredOutputManager
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+class _Gate(StructuredOutputManager):  # type: ignore[misc]
+    """vLLM's rule for the tokens that a grammar gets: those after the reasoning, if the request has
+    a parser of reasoning. State: none."""
+
+    def __init__(self) -> None:
+        self.enable_in_reasoning = False
+
+    def _get_reasoner(self, request: Request) -> Any:
+        structured = request.structured_output_request
+        return None if structured is None else structured.reasoner
+
+
+_GATE = _Gate()
 
 
 class Continuations:
@@ -46,9 +62,7 @@ class Continuations:
         grammar = structured.grammar
         if grammar is None or isinstance(grammar, Exception):
             return
-        tokens = self._replay.pop(request.request_id)
-        structured.reasoning_ended = True
-        grammar.accept_tokens(request.request_id, tokens)
+        _GATE.accept_tokens(request, self._replay.pop(request.request_id))
 
     def take_resumed(self, output: SchedulerOutput) -> dict[str, list[int]]:
         """Return the output tokens of requests that this step schedules first, each once."""

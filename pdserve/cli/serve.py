@@ -47,7 +47,12 @@ _PROCESSES = {
     "--ready-file": "up.ready_file",
     "--run-dir": "up.run_dir",
 }
-_UP = {**_PROCESSES, **_ENGINE, **_LISTENERS}
+_PARSERS = {
+    "--tool-call-parser": "router.tool_call_parser",
+    "--reasoning-parser": "router.reasoning_parser",
+}
+_ROUTER = {**_LISTENERS, **_PARSERS}
+_UP = {**_PROCESSES, **_ENGINE, **_ROUTER}
 _WORKER = {
     "--role": "worker.role",
     "--host": "worker.host",
@@ -74,7 +79,7 @@ def register(commands: Subparsers) -> None:
     serve.allow_abbrev = False  # an abbreviation may be of one of vLLM's flags
     serve.passes_on = True
     serve.set_defaults(parser=serve)
-    add_config_options(serve, _PROCESSES, file=False)
+    add_config_options(serve, _PROCESSES | _PARSERS, file=False)
     up = add_command(
         *(commands, "up", _up, "start router and workers on this machine"),
         "Start routers and workers as processes on this machine. Ctrl-C or SIGTERM lets running "
@@ -89,7 +94,7 @@ def register(commands: Subparsers) -> None:
         "Run one worker. On SIGTERM or Ctrl-C it takes no new work and ends after its last "
         "request; a second signal ends it at once.",
     )
-    for parser, flags in ((up, _UP), (router, _LISTENERS), (worker, _WORKER)):
+    for parser, flags in ((up, _UP), (router, _ROUTER), (worker, _WORKER)):
         add_config_options(parser, flags)
     add_child_options(router)
     add_child_options(worker)

@@ -22,7 +22,7 @@ from pdserve.tokenizer import ChatMessage, Conversation
 from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
-from router.answer import served
+from router.answer import ParsedDelta, served
 from router.api.auth import EVERYONE
 from router.api.open_requests import END_S
 from router.api.preprocess import (
@@ -246,6 +246,12 @@ def response_of(request_id: str, delta: AnswerDelta) -> g.GenerateResponse:
     response = g.GenerateResponse(
         request_id=request_id, index=delta.index, token_ids=delta.token_ids, text=delta.text
     )
+    if isinstance(delta, ParsedDelta):
+        response.reasoning = delta.reasoning
+        for call in delta.tool_calls:
+            response.tool_calls.add(
+                index=call.index, id=call.id, name=call.name, arguments=call.arguments
+            )
     if delta.logprobs:
         response.logprobs.extend(wire.logprobs_to_pb(delta.logprobs))
     if delta.prompt_logprobs:

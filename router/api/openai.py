@@ -26,7 +26,7 @@ from pdserve.types import (
     ServiceClass,
     StructuredOutput,
 )
-from router.answer import AnswerDelta
+from router.answer import AnswerDelta, ParsedDelta, ToolCallDelta
 from router.api.bodies import (
     KNOWN,
     KNOWN_OF_CHAT,
@@ -46,7 +46,7 @@ from router.api.bodies import (
 from router.api.preprocess import OPEN_ENDED, ParsedRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdserve.errors import PdserveError
     from pdserve.types import GenerateRequest, PositionLogprobs, TokenLogprob, Usage
@@ -314,10 +314,34 @@ class TextPart(Strict, tag_field="type", tag="text"):
     annotations: Annotated[Any, Meta(description=NO_EFFECT)] = None
 
 
+class CalledFunction(Strict):
+    name: Text
+    arguments: Annotated[str, Meta(description="JSON text of an object.")]
+
+
+class ToolCall(Strict):
+    """A tool call of an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: Annotated[Any, Meta(description=NO_EFFECT)] = None
+
+    def parse(self, field: str) -> dict[str, Any]:
+        """Return the call with its arguments as an object, as chat templates want it."""
+        at = f"{field}.function.arguments"
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            refuse(at, f"is not the JSON text of an object: {error}")
+        called = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": called}
+
+
 class Message(Strict, kw_only=True):
     """A message of a conversation. OpenAI's clients send answers back with empty lists or nulls."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | list[TextPart] | None,
         Meta(description="Text, or parts of text, which are joined by line breaks."),
@@ -325,7 +349,8 @@ class Message(Strict, kw_only=True):
     name: str | None = None
     refusal: _Empty | None = None
     audio: _Empty | None = None
-    tool_calls: _Empty | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: _Empty | None = None
     annotations: Annotated[Any, Meta(description=NO_EFFECT)] = None
     cache_control: Annotated[Any, Meta(description=NO_EFFECT)] = None
@@ -346,7 +371,82 @@ class Message(Strict, kw_only=True):
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
-        return ChatMessage(self.role, content, self.name, reasoning)
+        calls = [x.parse(f"{field}.tool_calls[{i}]") for i, x in enumerate(self.tool_calls or ())]
+        if calls and self.role != "assistant":
+            refuse(f"{field}.tool_calls", "belongs to the role assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            refuse(f"{field}.tool_call_id", "belongs to the role tool")
+        return ChatMessage(self.role, content, self.name, reasoning, calls, self.tool_call_id)
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,256}$")]
+    description: str | None = None
+    parameters: Annotated[
+        dict[str, Any] | None, Meta(description="JSON schema of the arguments.")
+    ] = None
+    strict: Annotated[
+        bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
+    ] = None
+
+
+class Tool(Strict):
+    function: Function
+    type: Literal["function"]
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    function: NamedFunction
+    type: Literal["function"]
+
+
+MAX_TOOLS = 512
+MAX_SCHEMA_DEPTH = 64  # more could overflow the stack of the grammar's compiler
+
+
+def read_tools(
+    tools: Sequence[Tool] | None,
+    choice: Literal["none", "auto", "required"] | NamedTool | None,
+    parallel: bool | None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the tools for the chat template, none of them if none may be called, and the options
+    of parsing. Raises InvalidRequest naming the field."""
+    if not tools and choice not in (None, "none", "auto"):
+        refuse("tool_choice", "requires tools")
+    if not tools or choice == "none":
+        return [], {}
+    names = {tool.function.name for tool in tools}
+    if len(names) < len(tools):
+        refuse("tools", "has two functions of the same name")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        refuse("tool_choice.function.name", f"is {choice.function.name!r}, which is not in tools")
+    for i, tool in enumerate(tools):
+        if _is_deeper(tool.function.parameters, MAX_SCHEMA_DEPTH):
+            at = f"tools[{i}].function.parameters"
+            refuse(at, f"is nested deeper than {MAX_SCHEMA_DEPTH}")
+    options = {"tool_choice": choice or "auto", "parallel_tool_calls": parallel}
+    found: dict[str, Any] = msgspec.to_builtins(
+        {name: value for name, value in options.items() if value is not None}
+    )
+    plain = []
+    for tool in tools:
+        function = msgspec.structs.asdict(tool.function)
+        set_only = {name: value for name, value in function.items() if value is not None}
+        plain.append({"type": "function", "function": set_only})
+    return plain, found
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not depth or any(_is_deeper(x, depth - 1) for x in inner)
 
 
 # Variables of chat templates that have fields of their own.
@@ -411,6 +511,17 @@ class ChatRequest(_OpenAiBody, kw_only=True):
     reasoning_effort: Effort = None
     add_generation_prompt: Begins = None
     continue_final_message: Continues = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        Meta(description="auto by default. Forced calls follow the schema of their arguments."),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Meta(description="False: at most one call in an answer.")
+    ] = None
+    include_reasoning: Annotated[
+        bool | None, Meta(description="False: reasoning is left out of the answer.")
+    ] = None
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: _Logprobs | None = None
@@ -433,9 +544,20 @@ class ChatRequest(_OpenAiBody, kw_only=True):
             old if new is None else new,
             (self.top_logprobs or 0) if self.logprobs else None,
         )
+        tools, parsed.parsing_options = read_tools(
+            self.tools, self.tool_choice, self.parallel_tool_calls
+        )
+        assert isinstance(parsed.prompt, Conversation)
+        parsed.prompt.tools = tools
+        if self.include_reasoning is False:
+            parsed.parsing_options["include_reasoning"] = False
         parsed.prompt_field = "messages"
         parsed.max_tokens_field = "max_tokens" if new is None else "max_completion_tokens"
         return [parsed]
+
+    @property
+    def constraint_field(self) -> str:
+        return "tools" if self.tools else super().constraint_field
 
 
 def _constraint(
@@ -485,11 +607,16 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
+class CompletionDetails(Struct):
+    reasoning_tokens: int
+
+
 class UsageBody(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class Extension(Struct):
@@ -498,10 +625,29 @@ class Extension(Struct):
     receipt: Receipt
 
 
+class FunctionBody(Struct):
+    name: str | UnsetType
+    arguments: str
+
+
+class ToolCallBody(Struct):
+    """A tool call of an answer; in a chunk, a piece of it with its `index`."""
+
+    index: int | UnsetType
+    id: str | UnsetType
+    type: str | UnsetType
+    function: FunctionBody
+
+
 class TextMessage(Struct):
+    """A message of an answer. Reasoning goes by two names: vLLM's, and that of most clients."""
+
     role: str | UnsetType
-    content: str
+    content: str | UnsetType | None
     refusal: UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
 class Choice(Struct, kw_only=True):
@@ -512,7 +658,10 @@ class Choice(Struct, kw_only=True):
     message: TextMessage | UnsetType = UNSET
     delta: TextMessage | UnsetType = UNSET
     logprobs: Any = None
-    finish_reason: FinishReason | None = None
+    finish_reason: Annotated[
+        str | None,
+        Meta(description="stop, length or tool_calls; error and abort where it broke off."),
+    ] = None
     token_ids: list[int] | UnsetType = UNSET
     stop_reason: str | int | UnsetType | None = UNSET
 
@@ -555,7 +704,9 @@ def error_body(error: PdserveError) -> ErrorBody:
 def _usage(usage: Usage) -> UsageBody:
     total = usage.prompt_tokens + usage.completion_tokens
     details = PromptDetails(usage.cached_tokens)
-    return UsageBody(usage.prompt_tokens, usage.completion_tokens, total, details)
+    reasoning = usage.reasoning_tokens
+    completion = CompletionDetails(reasoning) if reasoning else UNSET
+    return UsageBody(usage.prompt_tokens, usage.completion_tokens, total, details, completion)
 
 
 DONE = b"data: [DONE]\n\n"
@@ -571,12 +722,17 @@ class _Writer:
         self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": model}
         self._token_ids = bool(body.return_token_ids)
         self._include_usage = body.include_usage
+        # An answer that calls a tool because it was named ends as any other.
+        self._is_named = isinstance(getattr(body, "tool_choice", None), NamedTool)
+        self._calling: set[int] = set()  # choices with tool calls
 
     def _choice(self, delta: AnswerDelta, offset: int = 0) -> Choice:
         """Return the choice without its message. `offset` is the length of the text so far."""
         choice = Choice(index=delta.index, finish_reason=delta.finish_reason)
         if delta.finish_reason is not None:
             choice.stop_reason = delta.stop_reason
+            if delta.index in self._calling and delta.finish_reason is FinishReason.STOP:
+                choice.finish_reason = "tool_calls"
         if delta.logprobs:
             lists = _chat_logprobs if self._is_chat else _completion_logprobs
             choice.logprobs = lists(delta.logprobs, offset)
@@ -585,6 +741,10 @@ class _Writer:
         if not self._is_chat:
             choice.text = delta.text
         return choice
+
+    def _note_calls(self, delta: ParsedDelta) -> None:
+        if delta.tool_calls and not self._is_named:
+            self._calling.add(delta.index)
 
 
 class EventWriter(_Writer):
@@ -623,7 +783,8 @@ class EventWriter(_Writer):
         if delta.finish_reason is not None or delta.logprobs or self._every_delta:
             return self._full(delta)
         if not delta.text:
-            return b""
+            parsed = isinstance(delta, ParsedDelta) and (delta.reasoning or delta.tool_calls)
+            return self._full(delta) if parsed else b""
         around = self._around.get(index)
         if around is None:
             chunk = self._full(AnswerDelta(text=_HOLE, index=index))
@@ -642,8 +803,12 @@ class EventWriter(_Writer):
     def _full(self, delta: AnswerDelta, role: str | UnsetType = UNSET) -> bytes:
         offset = self._offsets[delta.index]
         self._offsets[delta.index] = offset + sum(len(x.sampled.text) for x in delta.logprobs)
+        if isinstance(delta, ParsedDelta):
+            self._note_calls(delta)
         choice = self._choice(delta, offset)
-        if self._is_chat:
+        if isinstance(delta, ParsedDelta):
+            choice.delta = _parsed_message(delta, role)
+        elif self._is_chat:
             choice.delta = TextMessage(role, delta.text)
         if delta.finish_reason is not None:
             self._unfinished.discard(delta.index)
@@ -679,6 +844,8 @@ class WholeAnswer(_Writer):
 
     def write(self, delta: AnswerDelta) -> bytes:
         self._deltas.setdefault(delta.index, []).append(delta)
+        if isinstance(delta, ParsedDelta):
+            self._note_calls(delta)
         if delta.usage is not None:
             self._fields["usage"] = _usage(delta.usage)
         if delta.receipt is not None:
@@ -706,9 +873,57 @@ class WholeAnswer(_Writer):
         if whole.finish_reason is None:
             raise InternalError("the answer ended without a finish reason")
         choice = self._choice(whole)
-        if self._is_chat:
+        parsed = [x for x in deltas if isinstance(x, ParsedDelta)]
+        if parsed:
+            choice.message = _whole_message(parsed)
+        elif self._is_chat:
             choice.message = TextMessage("assistant", whole.text, None)
         return choice
+
+
+def _parsed_message(delta: ParsedDelta, role: str | UnsetType) -> TextMessage:
+    """Return what a chunk shows of a parsed answer."""
+    message = TextMessage(role, delta.text or (UNSET if role is UNSET else ""))
+    if delta.reasoning:
+        message.reasoning = message.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        message.tool_calls = [
+            ToolCallBody(
+                call.index,
+                call.id or UNSET,
+                "function" if call.name else UNSET,
+                FunctionBody(call.name or UNSET, call.arguments),
+            )
+            for call in delta.tool_calls
+        ]
+    return message
+
+
+def _whole_message(deltas: Sequence[ParsedDelta]) -> TextMessage:
+    content = "".join(x.text for x in deltas)
+    calls = whole_calls(chain.from_iterable(x.tool_calls for x in deltas))
+    message = TextMessage("assistant", content if content.strip() else None, None)
+    if content and not calls:
+        message.content = content
+    if reasoning := "".join(x.reasoning for x in deltas):
+        message.reasoning = message.reasoning_content = reasoning
+    if calls:
+        message.tool_calls = [
+            ToolCallBody(UNSET, x.id, "function", FunctionBody(x.name, x.arguments)) for x in calls
+        ]
+    return message
+
+
+def whole_calls(pieces: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Return each tool call in one piece."""
+    found: dict[int, list[ToolCallDelta]] = {}
+    for piece in pieces:
+        found.setdefault(piece.index, []).append(piece)
+    texts = attrgetter("id", "name", "arguments")
+    return [
+        ToolCallDelta(index, *map("".join, zip(*map(texts, call), strict=True)))
+        for index, call in sorted(found.items())
+    ]
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, object]]:

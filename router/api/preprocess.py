@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import (
@@ -16,15 +18,16 @@ from pdserve.errors import (
     InvalidRequest,
     ModelNotFound,
     Unavailable,
+    UnsupportedField,
 )
 from pdserve.tokenizer import Conversation
-from pdserve.types import GenerateRequest, ServiceClass
+from pdserve.types import Constraint, GenerateRequest, Parsing, ServiceClass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 
     from pdserve.tokenizer import Tokenizer
-    from pdserve.types import Adapter, ModelInfo, SamplingParams
+    from pdserve.types import Adapter, ModelInfo, SamplingParams, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ INLINE_CHARS = 2048
 MAX_PROMPT_LOGPROBS = 1 << 15
 # Stands for "what the context leaves" until the prompt's length is known.
 OPEN_ENDED = 1 << 30
+# Values of router.tool_call_parser and router.reasoning_parser that are no names of parsers.
+AUTO, NONE = "auto", "none"
 CHAT_ROLES = ("system", "developer", "user", "assistant")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -66,6 +71,8 @@ class ParsedRequest:
     cache_salt: str = ""
     echo: bool = False
     only_prompt: bool = False  # repeat the prompt and generate nothing
+    # Fields of vLLM's chat request that say how the answer is parsed: tool_choice, ...
+    parsing_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def new_request_id(prefix: str) -> str:
@@ -85,7 +92,8 @@ class Preprocessor:
     """Prepares requests for the models that `models` returns, and their LoRA adapters.
 
     `timeout_s` is the deadline of requests that give none, and the latest that one may give.
-    The tokenizer of a model is made once, by `load`, when the first request needs it.
+    `tool_parser` and `reasoning_parser` are keys of the router's configuration. The tokenizer of a
+    model is made once, by `load`, when the first request needs it.
     """
 
     def __init__(
@@ -94,11 +102,16 @@ class Preprocessor:
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         *,
         timeout_s: float,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
         load: Callable[[ModelInfo], Coroutine[Any, Any, Tokenizer]],
     ) -> None:
         self._models = models
         self._adapters = adapters
         self._timeout_s = timeout_s
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+        self._has_vllm = find_spec("vllm") is not None
         self._load = load
         self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}  # by digest
 
@@ -121,6 +134,12 @@ class Preprocessor:
         _check_scores(parsed, sampling, len(prompt))
         sampling = _fit(parsed, sampling, len(prompt), model)
         _check_resume(parsed.resume, sampling, model)
+        parsing = None
+        if isinstance(parsed.prompt, Conversation):
+            parsing = await self._parsing(parsed, parsed.prompt, model)
+            if parsing is not None and sampling.skip_special_tokens:
+                # Markup may consist of special tokens.
+                sampling = replace(sampling, skip_special_tokens=False)
         # It may have been unloaded or replaced while the prompt was tokenised.
         model, adapter = self.find(parsed.model)
         return GenerateRequest(
@@ -136,6 +155,44 @@ class Preprocessor:
             traceparent=traceparent,
             adapter=adapter,
             cache_salt=parsed.cache_salt,
+            parsing=parsing,
+        )
+
+    async def _parsing(
+        self, parsed: ParsedRequest, chat: Conversation, model: ModelInfo
+    ) -> Parsing | None:
+        """Return how the answer is parsed, or None if it has neither tool calls nor reasoning."""
+        tokenizer = await self._tokenizer(model)
+        fitting = tokenizer.parsers
+        tools = fitting.tool_calls if self._tool_parser == AUTO else self._tool_parser
+        reasoning = self._reasoning_parser
+        if reasoning == AUTO:
+            may_think = self._has_vllm and fitting.is_thinking(chat.variables)
+            reasoning = fitting.reasoning if may_think else NONE
+        tools = NONE if not chat.tools else tools
+        if not (chat.tools or reasoning not in ("", NONE)):
+            return None
+        if chat.tools and tools in ("", NONE):
+            text = f"'tools': model {model.name} has no parser of tool calls"
+            hint = "; see router.tool_call_parser" if tools == "" else ""
+            raise UnsupportedField(text + hint, field="tools")
+        if not self._has_vllm:
+            text = "'tools': the router parses tool calls with vLLM, which is not installed there"
+            raise UnsupportedField(text, field="tools")
+        options = dict(parsed.parsing_options)
+        if chat.variables:
+            options["chat_template_kwargs"] = chat.variables
+        if (constraint := parsed.sampling.structured_output) is not None:
+            options |= _constraint_fields(constraint)
+        if chat.tools:
+            options["tools"] = chat.tools
+        return Parsing(
+            model.tokenizer,
+            tokenizer.files,
+            "" if tools == NONE else tools,
+            "" if reasoning == NONE else reasoning,
+            json.dumps(options),
+            json.dumps({"chat_template_kwargs": chat.variables}),
         )
 
     def find(self, name: str) -> tuple[ModelInfo, Adapter | None]:
@@ -166,10 +223,14 @@ class Preprocessor:
         if isinstance(prompt, str):
             chars, encode = len(prompt), partial(tokenizer.encode, prompt, **options)
         else:
-            chars = sum(len(message.content) for message in prompt.messages)
+            # Tools are long.
+            chars = len(prompt.tools) * INLINE_CHARS
+            chars += sum(len(message.content) for message in prompt.messages)
             encode = partial(tokenizer.encode_chat, prompt, **options)
         try:
             return encode() if chars <= INLINE_CHARS else await asyncio.to_thread(encode)
+        except UnsupportedField:  # it has the name of its own field
+            raise
         except InvalidRequest as error:
             error.field = field
             raise
@@ -198,6 +259,20 @@ class Preprocessor:
             logger.error("tokenizer of model %s: %s", model.name, error)
             text = f"the router has no tokenizer of model {model.name}; send token ids"
             raise Unavailable(text) from error
+
+
+def _constraint_fields(constraint: StructuredOutput) -> dict[str, Any]:
+    """Return the fields of vLLM's chat request for a constraint."""
+    match constraint.kind:
+        case Constraint.JSON_SCHEMA:
+            schema = {"name": "answer", "schema": json.loads(constraint.value)}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case Constraint.JSON_OBJECT:
+            return {"response_format": {"type": "json_object"}}
+        case Constraint.CHOICE:
+            return {"structured_outputs": {"choice": constraint.choices}}
+        case kind:
+            return {"structured_outputs": {kind.value: constraint.value}}
 
 
 def find_model(models: Mapping[str, ModelInfo], name: str) -> ModelInfo | None:

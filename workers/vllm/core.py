@@ -60,6 +60,7 @@ from workers.vllm.args import (
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.rank_wakes import RankWakes, wake_in
+from workers.vllm.reasoning import set_gate
 from workers.vllm.speculation import UNSUPPORTED_FIELDS, mend_sampling
 from workers.vllm.steps import IdleSteps, StepWatch
 from workers.vllm.tokenizer import path_for_router
@@ -263,6 +264,7 @@ class VllmCore:
                 sampling.to_vllm(work, transfer),
                 lora_request=adapter,
             )
+            set_gate(self._scheduler, vllm_id, work.reasoning_gate)
         except (PdserveError, VLLMClientError, ValueError) as error:
             self._engine.abort_request([key])  # vLLM may have registered it before it refused
             return [_refusal(work, error)]

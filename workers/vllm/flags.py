@@ -40,6 +40,7 @@ _ALWAYS = {
     "disable_fastapi_docs": True,
     "disable_log_stats": True,
     "disable_uvicorn_access_log": True,
+    "enable_auto_tool_choice": True,
     "enable_log_requests": False,
     "enable_prompt_tokens_details": True,
     "enable_request_id_headers": True,

@@ -69,6 +69,7 @@ def _structured(sampling: SamplingParams) -> StructuredOutputsParams | None:
         Constraint.REGEX: {"regex": wanted.value},
         Constraint.CHOICE: {"choice": list(wanted.choices)},
         Constraint.GRAMMAR: {"grammar": wanted.value},
+        Constraint.STRUCTURAL_TAG: {"structural_tag": wanted.value},
     }
     return StructuredOutputsParams(**values[wanted.kind])
 

@@ -87,7 +87,6 @@ def test_a_token_of_the_hub_stays_out_of_the_configuration() -> None:
         ("m --max-model-len many", "argument --max-model-len: invalid human_readable_int_or_auto"),
         ("m --dtype float99", "argument --dtype: invalid choice: 'float99'"),
         ("m --decode.nope 1", "flags of decode alone: unrecognized arguments: --nope"),
-        ("m --enable-auto-tool-choice", "--enable-auto-tool-choice: pdserve's router does not"),
         ("m --reasoning-parser qwen3", "--reasoning-parser: pdserve's router does not"),
         ("m --decode.port 1", "--decode.port: pdserve's router does not"),
         ("m --kv-transfer-config {}", "--kv-transfer-config: pdserve sets this engine argument"),

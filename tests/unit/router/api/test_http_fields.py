@@ -49,11 +49,8 @@ BAD_VALUES: dict[str, list[Any]] = {
 }
 # Values that the API defines and pdserve refuses.
 NOT_DONE: dict[str, list[Any]] = {
-    "tools": [[{"type": "function"}], []],
-    "tool_choice": ["auto"],
     "functions": [[]],
     "function_call": ["auto"],
-    "parallel_tool_calls": [True],
     "audio": [{"voice": "x", "format": "wav"}],
     "modalities": [["text", "audio"]],
     "prediction": [{"type": "content"}],
@@ -79,6 +76,17 @@ def raw(text: bytes) -> bytes:
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 # (path, body, code, field); the status is 400.
+TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+NOT_A_TOOL = {"type": "function", "function": {"name": "get_weather"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BROKEN_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"properties": {"a": nested(depth - 1)}} if depth else {}
+
+
+DEEP_TOOL = {"type": "function", "function": {"name": "f", "parameters": nested(40)}}
 BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
     *((CHAT, chat(**{name: x}), VALUE, name) for name, xs in BAD_VALUES.items() for x in xs),
     *(
@@ -147,14 +155,33 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
     (CHAT, messages("hi"), VALUE, "messages[0]"),
     (CHAT, messages({"content": "hi"}), VALUE, "messages[0].role"),
     (CHAT, messages(user("a"), {"role": "robot", "content": "hi"}), VALUE, "messages[1].role"),
-    (CHAT, messages({"role": "tool", "content": "hi"}), VALUE, "messages[0].role"),
+    (CHAT, messages({"role": "tool"}), VALUE, "messages[0].content"),
     *((CHAT, messages(user(x)), VALUE, "messages[0].content") for x in (None, [], 7)),
     (CHAT, messages(user(["hi"])), VALUE, "messages[0].content[0]"),
     (CHAT, messages(user([{"type": "text"}])), VALUE, "messages[0].content[0].text"),
     (CHAT, messages(user("a"), user([IMAGE])), VALUE, "messages[1].content[0].type"),
     (CHAT, messages(user("a", weight=1)), UNKNOWN, "messages[0].weight"),
     (CHAT, messages(user("a", name=1)), VALUE, "messages[0].name"),
-    (CHAT, messages(user("a", tool_calls=[{}])), VALUE, "messages[0].tool_calls"),
+    (CHAT, messages(user("a", tool_calls=[{}])), VALUE, "messages[0].tool_calls[0].function"),
+    (CHAT, messages(user("a", tool_calls=[CALL])), VALUE, "messages[0].tool_calls"),
+    (CHAT, messages(user("a", tool_call_id="1")), VALUE, "messages[0].tool_call_id"),
+    (
+        CHAT,
+        messages({"role": "assistant", "tool_calls": [BROKEN_CALL]}),
+        VALUE,
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    # Tools. This model's template takes none.
+    (CHAT, chat(tools=[TOOL]), UNSUPPORTED, "tools"),
+    (CHAT, chat(tools=[{"type": "function"}]), VALUE, "tools[0].function"),
+    (CHAT, chat(tools=[{**TOOL, "type": "web_search"}]), VALUE, "tools[0].type"),
+    (CHAT, chat(tools=[TOOL, TOOL]), VALUE, "tools"),
+    (CHAT, chat(tools=[TOOL] * 513), VALUE, "tools"),
+    (CHAT, chat(tools=[DEEP_TOOL]), VALUE, "tools[0].function.parameters"),
+    (CHAT, chat(tools=[TOOL], tool_choice="any"), VALUE, "tool_choice"),
+    (CHAT, chat(tools=[TOOL], tool_choice=NOT_A_TOOL), VALUE, "tool_choice.function.name"),
+    (CHAT, chat(tool_choice="required"), VALUE, "tool_choice"),
+    (CHAT, chat(tools=[TOOL], parallel_tool_calls="no"), VALUE, "parallel_tool_calls"),
     (CHAT, chat(stop=["a", 1]), VALUE, "stop[1]"),
     (CHAT, chat(stop_token_ids=["1"]), VALUE, "stop_token_ids[0]"),
     (CHAT, chat(logprobs=5), VALUE, "logprobs"),
@@ -192,7 +219,6 @@ async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) ->
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (chat(tools=[]), "'tools' is not supported"),
         (chat(bad_words=["a"]), "'bad_words' is not supported"),
         (chat(temprature=0), "unknown field 'temprature'"),
         (chat(n=0), "'n': expected int >= 1"),

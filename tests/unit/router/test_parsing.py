@@ -1,0 +1,212 @@
+"""Answers on their way through a parser process that dies, hangs, refuses or differs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.config import SloConfig
+from pdserve.errors import Cancelled, InvalidRequest, ParserFailed
+from pdserve.types import (
+    Constraint,
+    FinishReason,
+    GenerateRequest,
+    Parsing,
+    ReasoningGate,
+    SamplingParams,
+    StructuredOutput,
+    Usage,
+)
+from router import parser_process
+from router.answer import AnswerDelta, ParsedDelta
+from router.metrics import RouterMetrics
+from router.parser_process import ParserProcess
+from router.parsing import AnswerParser
+from tests.patience import WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from router.answer import Out
+
+SCRIPT = Path(__file__).with_name("scripted_parser.py")
+
+
+class Generator:
+    """Writes the words of a request's id, one a delta; each waits for `may_go_on`."""
+
+    def __init__(self) -> None:
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.requests: list[GenerateRequest] = []
+
+    async def serve(self, request: GenerateRequest, out: Out) -> None:
+        self.requests.append(request)
+        n = request.sampling.n
+        for word in request.request_id.split():
+            await self.may_go_on.wait()
+            for index in range(n):
+                if not out.write(AnswerDelta((1,), word, index=index)):
+                    raise Cancelled("the client does not read its answer")
+            await asyncio.sleep(0)
+        for index in range(n):
+            last = AnswerDelta((2,), finish_reason=FinishReason.STOP, index=index)
+            last.usage = Usage(1, 1) if index == n - 1 else None
+            out.write(last)
+
+
+class Client:
+    """Collects an answer. `on_delta` is called with the number of deltas so far."""
+
+    def __init__(self, on_delta: Callable[[int], None] = lambda _: None) -> None:
+        self.deltas: list[ParsedDelta] = []
+        self._on_delta = on_delta
+
+    def write(self, delta: AnswerDelta) -> bool:
+        assert isinstance(delta, ParsedDelta)
+        self.deltas.append(delta)
+        self._on_delta(len(self.deltas))
+        return True
+
+    def text(self, index: int = 0) -> str:
+        return " ".join(x.text for x in self.deltas if x.index == index and x.text)
+
+
+class Service:
+    def __init__(self, directory: Path) -> None:
+        self.metrics = RouterMetrics(SloConfig())
+        self.process = ParserProcess(self.metrics, (sys.executable, str(SCRIPT), str(directory)))
+        self.generator = Generator()
+        self.parser = AnswerParser(self.process, self.metrics)
+
+    async def ask(self, text: str, client: Client | None = None, **values: Any) -> Client:
+        parsing = Parsing("", {}, values.pop("parser", "fits"), "r", "{}", "{}")
+        sampling = SamplingParams(n=values.pop("n", 1))
+        client = client or Client()
+        request = GenerateRequest(text, "m", (1,), sampling, parsing=parsing, **values)
+        async with asyncio.timeout(WAIT_S):
+            await self.parser.serve(request, parsing, client, self.generator.serve)
+        return client
+
+    def counted(self, name: str) -> float:
+        line = next(x for x in self.metrics.render()[0].decode().splitlines() if x.startswith(name))
+        return float(line.rpartition(" ")[2])
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    async with running(tmp_path) as service:
+        yield service
+
+
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[Service]:
+    service = Service(directory)
+    try:
+        yield service
+    finally:
+        await service.process.close()
+
+
+async def test_each_answer_is_parsed_apart_and_counted_once(service: Service) -> None:
+    client = await service.ask("one two", n=2)
+    assert [client.text(0), client.text(1)] == ["ONE TWO", "ONE TWO"]
+    usage = client.deltas[-1].usage
+    assert usage is not None
+    assert usage.reasoning_tokens == 4
+
+
+async def test_a_process_that_dies_is_replaced_and_says_nothing_twice(service: Service) -> None:
+    other = Client()
+    beside, client = await asyncio.gather(
+        service.ask("this goes on", other), service.ask("one two dies-once three")
+    )
+    assert client.text() == "ONE TWO DIES-ONCE THREE"
+    assert beside.text() == "THIS GOES ON"
+    assert service.counted("pdserve_parser_restarts_total") == 1
+
+
+async def test_a_process_that_hangs_is_replaced(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parser_process, "HANG_S", 0.2)
+    assert (await service.ask("one hangs-once two")).text() == "ONE HANGS-ONCE TWO"
+
+
+async def test_an_answer_that_ends_the_process_twice_fails_and_no_other(service: Service) -> None:
+    async def fails() -> None:
+        client = Client()
+        with pytest.raises(ParserFailed, match="died or hung twice"):
+            await service.ask("one dies-always two", client)
+        assert "dies-always" not in client.text().lower()
+
+    other, _ = await asyncio.gather(service.ask("this goes on"), fails())
+    assert other.text() == "THIS GOES ON"
+    assert (await service.ask("next")).text() == "NEXT"
+
+
+async def test_a_killed_process_costs_an_idle_stream_nothing(service: Service) -> None:
+    go_on = service.generator.may_go_on
+
+    def stop_after_one(count: int) -> None:
+        if count == 1:
+            go_on.clear()
+            # Nothing is due: nobody is to blame.
+            asyncio.get_running_loop().call_soon(kill)
+
+    def kill() -> None:
+        link = service.process._link
+        assert link is not None
+        link._end("was killed")
+        asyncio.get_running_loop().call_later(0.01, go_on.set)
+
+    client = await service.ask("one two three", Client(stop_after_one))
+    assert client.text() == "ONE TWO THREE"
+
+
+async def test_a_parser_that_raises_ends_the_answer(service: Service) -> None:
+    with pytest.raises(ParserFailed, match="ValueError"):
+        await service.ask("one raises- two")
+    assert (await service.ask("next")).text() == "NEXT"
+
+
+async def test_tools_that_cannot_be_used_are_refused_before_any_work(service: Service) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        await service.ask("one", parser="bad")
+    assert refusal.value.field == "tools"
+    assert service.generator.requests == []
+
+
+async def test_a_process_that_does_not_start_fails_the_requests(tmp_path: Path) -> None:
+    (tmp_path / "does-not-start").touch()
+    async with running(tmp_path) as service:
+        with pytest.raises(ParserFailed, match="did not start"):
+            await service.ask("one")
+        (tmp_path / "does-not-start").unlink()
+        assert (await service.ask("one")).text() == "ONE"
+
+
+async def test_the_constraint_of_a_forced_call_goes_to_the_workers(service: Service) -> None:
+    await service.ask("one", parser="forced")
+    request = service.generator.requests[0]
+    assert request.sampling.structured_output == StructuredOutput(Constraint.STRUCTURAL_TAG, "{}")
+    assert request.reasoning_gate == ReasoningGate("r", "{}")
+
+
+async def test_divergence_of_the_whole_answer_is_counted(service: Service) -> None:
+    class Diverging(Generator):
+        async def serve(self, request: GenerateRequest, out: Out) -> None:
+            last = AnswerDelta((1,), "diverges-", finish_reason=FinishReason.STOP)
+            last.usage = Usage(1, 1)
+            out.write(last)
+
+    service.generator = Diverging()
+    await service.ask("one")
+    service.generator = Generator()
+    await service.ask("after it")  # the check has come by now
+    assert service.counted("pdserve_parser_divergences_total") == 1
