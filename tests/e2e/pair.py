@@ -59,6 +59,16 @@ KINDS: dict[str, dict[str, Any]] = {
             '"additionalProperties":false}',
         ),
     },
+    "structural tag, seeded": {
+        "temperature": 1.0,
+        "seed": 8,
+        "structured_output": StructuredOutput(
+            Constraint.STRUCTURAL_TAG,
+            '{"type":"structural_tag","format":{"type":"tag","begin":"<call>",'
+            '"content":{"type":"json_schema","json_schema":{"type":"object","properties":'
+            '{"a":{"type":"integer","maximum":9}},"required":["a"]}},"end":"</call>"}}',
+        ),
+    },
     "choice": {
         "structured_output": StructuredOutput(Constraint.CHOICE, choices=("yes", "no", "maybe"))
     },

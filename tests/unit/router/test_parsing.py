@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.config import SloConfig
-from pdserve.errors import Cancelled, InvalidRequest, ParserFailed
+from pdserve.errors import Cancelled, InvalidRequest, ParserFailed, TransferFailed
 from pdserve.types import (
     Constraint,
     FinishReason,
     GenerateRequest,
     Parsing,
     ReasoningGate,
+    Role,
     SamplingParams,
     StructuredOutput,
     Usage,
@@ -27,7 +28,9 @@ from router.answer import AnswerDelta, ParsedDelta
 from router.metrics import RouterMetrics
 from router.parser_process import ParserProcess
 from router.parsing import AnswerParser
+from tests.fakes import ScriptedWorker, running_stack
 from tests.patience import WAIT_S
+from tests.unit.router.asking import request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -210,3 +213,28 @@ async def test_divergence_of_the_whole_answer_is_counted(service: Service) -> No
     service.generator = Generator()
     await service.ask("after it")  # the check has come by now
     assert service.counted("pdserve_parser_divergences_total") == 1
+
+
+async def test_an_answer_that_moves_and_a_parser_that_dies_change_nothing(tmp_path: Path) -> None:
+    prefill, decode = ScriptedWorker("p", Role.PREFILL), ScriptedWorker("d", Role.DECODE)
+    length = FinishReason.LENGTH
+    async with running(tmp_path) as service, running_stack(prefill, decode) as stack:
+        stack.requests._parser = service.parser
+        parsing = Parsing("", {}, "fits", "", "{}", "{}")
+        async with stack.ask(request(parsing=parsing)) as answer:
+            prefill.send(await prefill.submitted(), 7, finish=length)
+            first = await decode.submitted()
+            decode.send(first, 8)
+            begun = [await answer.next(), await answer.next()]
+            link = service.process._link
+            assert link is not None
+            link._end("was killed")
+            decode.fail(first, TransferFailed("lost"))
+            second, again = await prefill.submitted(), await decode.submitted()
+            assert list(again.resume_token_ids) == [7, 8]
+            prefill.send(second, 9, finish=length)
+            decode.send(again, 10, finish=FinishReason.STOP)
+            last = await answer.rest()
+    assert "".join(x.text for x in begun) + last.text == "<7><8><9><10>"
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 4
