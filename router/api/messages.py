@@ -17,8 +17,29 @@ from pdserve.types import (
     SamplingParams,
     StructuredOutput,
 )
-from router.api.bodies import NO_EFFECT, GenerateBody, Known, Strict, Text, encode, knows
-from router.api.openai import Extension
+from router.answer import ParsedDelta
+from router.api.bodies import (
+    NO_EFFECT,
+    GenerateBody,
+    Known,
+    Strict,
+    Text,
+    convert,
+    encode,
+    knows,
+    not_supported,
+    refuse,
+)
+from router.api.openai import (
+    MAX_TOOLS,
+    Extension,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    read_tools,
+    whole_calls,
+)
 from router.api.preprocess import ParsedRequest
 
 if TYPE_CHECKING:
@@ -26,7 +47,7 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.types import GenerateRequest, Usage
-    from router.answer import AnswerDelta
+    from router.answer import AnswerDelta, ToolCallDelta
     from router.api.sinks import Writer
 
 _Ignored = Annotated[Any, Meta(description=NO_EFFECT)]
@@ -52,20 +73,79 @@ class RedactedThinkingBlock(Strict, tag_field="type", tag="redacted_thinking"):
     data: _Ignored = None
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock
+class ToolUseBlock(Strict, tag_field="type", tag="tool_use"):
+    """A tool call of an earlier answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: _Ignored = None
+    cache_control: _Ignored = None
+
+
+class ToolResultBlock(Strict, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: _Ignored = None
+    cache_control: _Ignored = None
+
+    def parse(self) -> ChatMessage:
+        content = self.content
+        text = content if isinstance(content, str) else _text_of(content or ())
+        return ChatMessage("tool", text, tool_call_id=self.tool_use_id)
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class Turn(Strict):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
-    def parse(self) -> ChatMessage:
-        if isinstance(self.content, str):
-            return ChatMessage(self.role, self.content)
-        thinking = [x.thinking for x in self.content if isinstance(x, ThinkingBlock)]
-        return ChatMessage(
-            self.role, _text_of(self.content), reasoning="\n".join(thinking) if thinking else None
+    def parse(self) -> list[ChatMessage]:
+        """Return the results of tools as messages of their own, then the rest."""
+        blocks = self.content
+        if isinstance(blocks, str):
+            return [ChatMessage(self.role, blocks)]
+        messages = [x.parse() for x in blocks if isinstance(x, ToolResultBlock)]
+        thinking = [x.thinking for x in blocks if isinstance(x, ThinkingBlock)]
+        calls = [
+            {"id": x.id, "type": "function", "function": {"name": x.name, "arguments": x.input}}
+            for x in blocks
+            if isinstance(x, ToolUseBlock)
+        ]
+        text = _text_of(blocks)
+        if text or not messages:
+            reasoning = "\n".join(thinking) if thinking else None
+            messages.append(ChatMessage(self.role, text, None, reasoning, calls))
+        return messages
+
+
+class CustomTool(Strict):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: Annotated[
+        bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
+    ] = None
+    type: Literal["custom"] | None = None
+    cache_control: _Ignored = None
+    eager_input_streaming: _Ignored = None
+
+    def parse(self) -> Tool:
+        function = Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
         )
+        return Tool(function=function, type="function")
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str | None, Meta(description="Of the tool, with type tool.")] = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class MessageSchemaFormat(Strict, tag_field="type", tag="json_schema"):
@@ -81,7 +161,9 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    type: Literal["disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: _Ignored = None
+    display: _Ignored = None
 
 
 # Fields of the API for models, tools and machines of Anthropic's own.
@@ -92,8 +174,6 @@ _KNOWN = {
     "mcp_servers": Known(([],)),
     "service_tier": Known(("auto", "standard_only")),
     "speed": Known(("standard",)),
-    "tool_choice": Known(({"type": "none"},)),
-    "tools": Known(([],)),
     "user_profile_id": Known(),
     "workspace_id": Known(),
 }
@@ -109,6 +189,11 @@ class CountTokensRequest(GenerateBody, kw_only=True):
         Thinking | None, Meta(description="Given to the chat template as enable_thinking.")
     ] = None
     output_config: OutputConfig | None = None
+    tools: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None,
+        Meta(description="CustomTool; those that Anthropic runs are refused."),
+    ] = None
+    tool_choice: ToolChoice | None = None
     cache_control: _Ignored = None
     context_management: _Ignored = None
 
@@ -119,14 +204,30 @@ class CountTokensRequest(GenerateBody, kw_only=True):
         if system is not None and not isinstance(system, str):
             system = _text_of(system)
         messages = [ChatMessage("system", system)] if system else []
-        messages += [turn.parse() for turn in self.messages]
+        for turn in self.messages:
+            messages += turn.parse()
         variables: dict[str, Any] = {}
         if self.thinking is not None:
-            variables["enable_thinking"] = False
+            variables["enable_thinking"] = self.thinking.type != "disabled"
         if self.output_config is not None and self.output_config.effort is not None:
             variables["reasoning_effort"] = self.output_config.effort
         continues = messages[-1].role == "assistant"
-        return Conversation(messages, not continues, continues, variables)
+        tools, _ = self.read_tools()
+        return Conversation(messages, not continues, continues, variables, tools)
+
+    def read_tools(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """As openai.read_tools."""
+        tools = []
+        for i, given in enumerate(self.tools or ()):
+            if given.get("type", "custom") not in ("custom", None):
+                raise not_supported(f"tools[{i}]", f"a tool of type {given['type']!r}")
+            tools.append(convert(given, CustomTool, f"tools[{i}]").parse())
+        choice, parallel = None, None
+        if self.tool_choice is not None:
+            choice = _choice(self.tool_choice)
+            if self.tool_choice.disable_parallel_tool_use is not None:
+                parallel = not self.tool_choice.disable_parallel_tool_use
+        return read_tools(tools, choice, parallel)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -143,7 +244,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     @property
     def constraint_field(self) -> str:
-        return "output_config.format"
+        return "tools" if self.tools else "output_config.format"
 
     def parse(self, request_id: str) -> list[ParsedRequest]:
         names = ("temperature", "top_p", "top_k")
@@ -160,6 +261,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             request_id=request_id,
             prompt_field="messages",
             given=given.keys(),
+            parsing_options=self.read_tools()[1],
         )
         return [parsed]
 
@@ -167,6 +269,19 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         (request,) = made
         kind = MessageEvents if self.stream else WholeMessage
         return kind(request_id, request.served_name, len(request.prompt_token_ids))
+
+
+def _choice(choice: ToolChoice) -> Literal["none", "auto", "required"] | NamedTool:
+    match choice.type:
+        case "tool":
+            if choice.name is None:
+                refuse("tool_choice.name", "is required with type tool")
+            return NamedTool(function=NamedFunction(name=choice.name), type="function")
+        case "any":
+            return "required"
+        case "auto":
+            return "auto"
+    return "none"
 
 
 def _text_of(blocks: Sequence[Block]) -> str:
@@ -207,8 +322,10 @@ class _Stop(Struct):
 _REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
 
 
-def _stop_of(delta: AnswerDelta) -> _Stop:
+def _stop_of(delta: AnswerDelta, *, calls: bool) -> _Stop:
     assert delta.finish_reason is not None
+    if calls and delta.finish_reason is FinishReason.STOP:
+        return _Stop("tool_use", None)
     if isinstance(delta.stop_reason, str):
         return _Stop("stop_sequence", delta.stop_reason)
     return _Stop(_REASONS.get(delta.finish_reason, "end_turn"), None)
@@ -219,19 +336,45 @@ def _usage(usage: Usage) -> MessageUsage:
     return MessageUsage(fresh, usage.completion_tokens, usage.cached_tokens)
 
 
+def _arguments(call: ToolCallDelta) -> dict[str, Any]:
+    """Return the arguments of a call; none of one that was cut off."""
+    try:
+        found: dict[str, Any] = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
+    return found
+
+
 class WholeMessage:
     """Collects an answer that is not streamed."""
 
     def __init__(self, request_id: str, model: str, _: int) -> None:
         self._head = {"id": request_id, "model": model}
         self._text: list[str] = []
+        self._parsed: list[ParsedDelta] = []
         self._last: AnswerDelta | None = None
 
     def write(self, delta: AnswerDelta) -> bytes:
         self._text.append(delta.text)
+        if isinstance(delta, ParsedDelta):
+            self._parsed.append(delta)
         if delta.usage is not None:
             self._last = delta
         return b""
+
+    def _content(self) -> list[dict[str, Any]]:
+        text = "".join(self._text)
+        thinking = "".join(x.reasoning for x in self._parsed)
+        calls = whole_calls(call for x in self._parsed for call in x.tool_calls)
+        content: list[dict[str, Any]] = []
+        if thinking:
+            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
+        if text.strip() or (text and not calls):
+            content.append({"type": "text", "text": text})
+        for call in calls:
+            used = {"type": "tool_use", "id": call.id, "name": call.name}
+            content.append({**used, "input": _arguments(call)})
+        return content
 
     def fail(self, error: PdserveError) -> bytes:
         raise error
@@ -240,11 +383,12 @@ class WholeMessage:
         last = self._last
         if last is None or last.usage is None:
             raise InternalError("the answer ended without a finish reason")
-        stop, text = _stop_of(last), "".join(self._text)
+        content = self._content()
+        stop = _stop_of(last, calls=any(x["type"] == "tool_use" for x in content))
         return encode(
             MessageBody(
                 **self._head,
-                content=[{"type": "text", "text": text}] if text else [],
+                content=content,
                 usage=_usage(last.usage),
                 stop_reason=stop.stop_reason,
                 stop_sequence=stop.stop_sequence,
@@ -262,7 +406,8 @@ class MessageEvents:
         self._head = MessageBody(id=request_id, model=model, usage=usage, content=[])
         self._has_begun = self._has_ended = False
         self._blocks = 0
-        self._open: bytes | None = None  # the kind of the open block
+        self._calls = False
+        self._open: str | int | None = None  # the kind of the open block, or the number of its call
         self._before = b""  # of a delta of the open block, up to its text
 
     def write(self, delta: AnswerDelta) -> bytes:
@@ -270,32 +415,57 @@ class MessageEvents:
         if not self._has_begun:
             self._has_begun = True
             events = _event("message_start", message=self._head)
-        if delta.text:
-            events += self._piece(b"text", delta.text)
+        if isinstance(delta, ParsedDelta):
+            events += self._parsed(delta)
+        elif delta.text:
+            events += self._piece("text", delta.text)
         if delta.finish_reason is None:
             return events
         self._has_ended = True
         more: dict[str, Any] = {}
         if delta.usage is not None:
             more = {"usage": _usage(delta.usage), "pdserve": Extension(delta.receipt or Receipt())}
-        events += self._close() + _event("message_delta", delta=_stop_of(delta), **more)
+        events += self._close() + _event(
+            "message_delta", delta=_stop_of(delta, calls=self._calls), **more
+        )
         return events + _event("message_stop")
 
-    def _piece(self, kind: bytes, text: str) -> bytes:
+    def _parsed(self, delta: ParsedDelta) -> bytes:
+        events = self._piece("thinking", delta.reasoning) if delta.reasoning else b""
+        if delta.text:
+            events += self._piece("text", delta.text)
+        for call in delta.tool_calls:
+            self._calls = True
+            if self._open != call.index:
+                used = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                events += self._begin(call.index, used, b"input_json_delta", b"partial_json")
+            if call.arguments:
+                events += self._before + encode(call.arguments) + b"}}\n\n"
+        return events
+
+    def _piece(self, kind: str, text: str) -> bytes:
         """Return the events of text in a block of `kind`, which is opened if another is open."""
         events = b""
         if self._open != kind:
-            name = kind.decode()
-            events = self._close() + _event(
-                "content_block_start", index=self._blocks, content_block={"type": name, name: ""}
-            )
-            self._open = kind
-            self._before = (
-                b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
-                b'"delta":{"type":"%b_delta","%b":' % (self._blocks, kind, kind)
-            )
-            self._blocks += 1
+            block = {"type": kind, kind: ""}
+            if kind == "thinking":
+                block["signature"] = ""
+            events = self._begin(kind, block, f"{kind}_delta".encode(), kind.encode())
         return events + self._before + encode(text) + b"}}\n\n"
+
+    def _begin(
+        self, name: str | int, block: dict[str, Any], delta_type: bytes, field: bytes
+    ) -> bytes:
+        events = self._close() + _event(
+            "content_block_start", index=self._blocks, content_block=block
+        )
+        self._open = name
+        self._before = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+            b'"delta":{"type":"%b","%b":' % (self._blocks, delta_type, field)
+        )
+        self._blocks += 1
+        return events
 
     def _close(self) -> bytes:
         if self._open is None:

@@ -22,6 +22,7 @@ from pdserve.types import (
     ServiceClass,
     StructuredOutput,
 )
+from router.answer import ParsedDelta
 from router.api.bodies import (
     NO_EFFECT,
     GenerateBody,
@@ -31,16 +32,23 @@ from router.api.bodies import (
     convert,
     encode,
     knows,
-    not_supported,
     refuse,
 )
 from router.api.openai import (
+    MAX_TOOLS,
+    CalledFunction,
     Effort,
     Extension,
+    Function,
     JsonObjectFormat,
+    NamedFunction,
+    NamedTool,
     TextFormat,
+    Tool,
+    ToolCall,
     chat_logprobs,
     effort_variables,
+    read_tools,
 )
 from router.api.preprocess import OPEN_ENDED, ParsedRequest
 from router.batch.store import StoredResponse
@@ -50,7 +58,7 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.types import GenerateRequest, Usage
-    from router.answer import AnswerDelta
+    from router.answer import AnswerDelta, ToolCallDelta
     from router.api.sinks import Writer
     from router.batch.store import BatchStore
 
@@ -91,7 +99,51 @@ class ReasoningItem(Strict, tag_field="type", tag="reasoning"):
     status: _Ignored = None
 
 
-Item = MessageItem | ReasoningItem
+class CallItem(Strict, tag_field="type", tag="function_call"):
+    """A function call of an earlier answer."""
+
+    call_id: str
+    name: str
+    arguments: str
+    id: _Ignored = None
+    status: _Ignored = None
+    namespace: _Ignored = None
+    caller: _Ignored = None
+
+
+class CallOutputItem(Strict, tag_field="type", tag="function_call_output"):
+    """What a function returned."""
+
+    call_id: str
+    output: str | list[InputText]
+    id: _Ignored = None
+    status: _Ignored = None
+
+
+Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
+
+
+class FunctionTool(Strict, tag_field="type", tag="function"):
+    name: str
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: Annotated[
+        bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
+    ] = None
+
+    def parse(self) -> Tool:
+        function = Function(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters,
+            strict=self.strict,
+        )
+        return Tool(function=function, type="function")
+
+
+class NamedFunctionTool(Strict):
+    type: Literal["function"]
+    name: str
 
 
 class ResponseSchemaFormat(Strict, tag_field="type", tag="json_schema"):
@@ -125,7 +177,6 @@ class Reasoning(Strict):
         "prompt_cache_options": Known(),
         "prompt_cache_retention": Known(("in_memory",)),
         "stream_options": Known(({}, {"include_obfuscation": False})),
-        "tool_choice": Known(("auto", "none")),
         "truncation": Known(("disabled",)),
     }
 )
@@ -135,7 +186,10 @@ class ResponsesRequest(GenerateBody, kw_only=True):
     id_prefix: ClassVar[str] = "resp_"
     input: Annotated[
         str | list[dict[str, Any]],
-        Meta(description="Text, or items: message (of input_text and output_text) and reasoning."),
+        Meta(
+            description="Text, or items: message (of input_text and output_text), reasoning, "
+            "function_call and function_call_output."
+        ),
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
@@ -145,7 +199,14 @@ class ResponsesRequest(GenerateBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None,
+        Meta(
+            description="FunctionTool. Tools of other types are left out, one by one; the "
+            "response lists those that the model has.",
+        ),
+    ] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     include: Annotated[
         list[str] | None, Meta(description=f"{_LOGPROBS} is honoured, the rest is without effect.")
@@ -170,11 +231,23 @@ class ResponsesRequest(GenerateBody, kw_only=True):
 
     @property
     def constraint_field(self) -> str:
-        return "text.format"
+        return "tools" if self.functions() else "text.format"
+
+    def functions(self) -> list[FunctionTool]:
+        """Return the tools that the model gets. Raises InvalidRequest naming the field."""
+        return [
+            convert(tool, FunctionTool, f"tools[{i}]")
+            for i, tool in enumerate(self.tools or ())
+            if tool.get("type") == "function"
+        ]
 
     def parse(self, request_id: str) -> list[ParsedRequest]:
-        for i, tool in enumerate(self.tools or ()):
-            raise not_supported(f"tools[{i}]", f"a tool of type {tool.get('type')!r}")
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            choice = NamedTool(function=NamedFunction(name=choice.name), type="function")
+        tools, options = read_tools(
+            [x.parse() for x in self.functions()], choice, self.parallel_tool_calls
+        )
         given: dict[str, Any] = {}
         for name in ("temperature", "top_p", "top_k"):
             if (value := getattr(self, name)) is not None:
@@ -192,7 +265,7 @@ class ResponsesRequest(GenerateBody, kw_only=True):
         flex = self.service_tier == "flex"
         parsed = ParsedRequest(
             model=self.model or "",
-            prompt=self._rendered(),
+            prompt=self._rendered(tools),
             sampling=SamplingParams(max_tokens=self.max_output_tokens or OPEN_ENDED, **given),
             request_id=request_id,
             prompt_field="input",
@@ -201,6 +274,7 @@ class ResponsesRequest(GenerateBody, kw_only=True):
             service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
             given=given.keys(),
             cache_salt=self.cache_salt or "",
+            parsing_options=options,
         )
         return [parsed]
 
@@ -209,35 +283,58 @@ class ResponsesRequest(GenerateBody, kw_only=True):
         given = self.input
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
-    def _rendered(self) -> Conversation:
+    def _rendered(self, tools: Sequence[dict[str, Any]]) -> Conversation:
         messages = [ChatMessage("system", self.instructions)] if self.instructions else []
         messages += _messages(self.items())
         if not messages:
             refuse("input", "is empty")
         effort = None if self.reasoning is None else self.reasoning.effort
-        return Conversation(messages, variables=effort_variables(effort))
+        return Conversation(messages, variables=effort_variables(effort), tools=tools)
 
     def writer(self, request_id: str, made: Sequence[GenerateRequest]) -> Writer:
         return ResponseWriter(self, request_id, made[0].served_name)
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[ChatMessage]:
+    """Return the messages that items make: reasoning and calls belong to one of the assistant."""
     messages: list[ChatMessage] = []
     reasoning: list[str] = []
+    turn: ChatMessage | None = None  # the assistant's, to which further items belong
+
+    def assistant(content: str = "") -> ChatMessage:
+        nonlocal turn, reasoning
+        if turn is None:
+            turn = ChatMessage("assistant", content, tool_calls=[])
+            messages.append(turn)
+        elif content:
+            turn.content = f"{turn.content}\n{content}" if turn.content else content
+        if reasoning:
+            turn.reasoning, reasoning = "\n".join(reasoning), []
+        return turn
+
     for i, given in enumerate(items):
         item: Item = convert({"type": "message", **given}, Item, f"input[{i}]")
-        if isinstance(item, ReasoningItem):
-            reasoning += [part.text for part in item.content or ()]
-            continue
-        content = item.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        message = ChatMessage(item.role, content)
-        if item.role == "assistant" and reasoning:
-            message.reasoning = "\n".join(reasoning)
-        reasoning = []
-        messages.append(message)
+        match item:
+            case ReasoningItem():
+                reasoning += [part.text for part in item.content or ()]
+            case CallItem():
+                called = CalledFunction(name=item.name, arguments=item.arguments)
+                call = ToolCall(function=called, id=item.call_id).parse(f"input[{i}]")
+                message = assistant()
+                message.tool_calls = [*message.tool_calls, call]
+            case CallOutputItem():
+                text, turn = _text_of(item.output), None
+                messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
+            case MessageItem(role="assistant"):
+                assistant(_text_of(item.content))
+            case MessageItem():
+                turn, reasoning = None, []
+                messages.append(ChatMessage(item.role, _text_of(item.content)))
     return messages
+
+
+def _text_of(content: str | Sequence[InputText | OutputText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 # -- Writing
@@ -263,7 +360,8 @@ class ResponseUsage(Struct):
 def _usage(usage: Usage) -> ResponseUsage:
     prompt, made = usage.prompt_tokens, usage.completion_tokens
     details = _InputDetails(usage.cached_tokens)
-    return ResponseUsage(prompt, details, made, _OutputDetails(), prompt + made)
+    reasoning = _OutputDetails(usage.reasoning_tokens)
+    return ResponseUsage(prompt, details, made, reasoning, prompt + made)
 
 
 class ResponseBody(Struct, kw_only=True):
@@ -285,8 +383,8 @@ class ResponseBody(Struct, kw_only=True):
     store: bool = False
     temperature: float | None = None
     text: dict[str, Any] | None = None
-    tool_choice: str = "auto"
-    tools: list[dict[str, Any]]
+    tool_choice: Any = "auto"
+    tools: list[FunctionTool]
     top_p: float | None = None
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
@@ -294,9 +392,19 @@ class ResponseBody(Struct, kw_only=True):
     pdserve: Extension | None = None
 
 
+class _Open(Struct):
+    """The item that an answer adds to: its kind, "message", "reasoning" or the number of a call."""
+
+    kind: str | int
+    item: dict[str, Any]
+    before: bytes  # an event with more of its text, up to its number
+    text: list[str] = []
+    logprobs: list[Any] = []
+
+
 class ResponseWriter:
     """Collects an answer and encodes its events if it is streamed. State: the response so far, and
-    the text of the item that is open, or None."""
+    the item that is open."""
 
     def __init__(self, body: ResponsesRequest, request_id: str, model: str) -> None:
         effort = None if body.reasoning is None else body.reasoning.effort
@@ -307,7 +415,9 @@ class ResponseWriter:
             created_at=int(time.time()),
             model=model,
             output=[],
-            tools=[],
+            tools=body.functions(),
+            tool_choice=body.tool_choice or "auto",
+            parallel_tool_calls=body.parallel_tool_calls is not False,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             reasoning={"effort": effort, "summary": None},
@@ -319,16 +429,11 @@ class ResponseWriter:
             previous_response_id=body.previous_response_id,
         )
         self._items = body.items()
-        self._item_id = f"msg_{request_id.removeprefix('resp_')}"
+        self._suffix = request_id.removeprefix("resp_")
         self._sequence = 0
-        self._text: list[str] | None = None
-        self._logprobs: list[Any] = []
+        self._open: _Open | None = None
         self._has_begun = False
-        # A delta of text up to its number.
-        self._before = (
-            b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
-            b'"item_id":%b,"output_index":0,"content_index":0,"logprobs":[],"sequence_number":'
-        ) % encode(self._item_id)
+        self._items = body.items()
 
     def write(self, delta: AnswerDelta) -> bytes:
         events = b""
@@ -336,77 +441,124 @@ class ResponseWriter:
             self._has_begun = True
             events += self._event("response.created", response=self._response)
             events += self._event("response.in_progress", response=self._response)
-        if delta.text or delta.logprobs:
-            events += self._add_text(delta)
+        if isinstance(delta, ParsedDelta):
+            if delta.reasoning:
+                events += self._more("reasoning", delta.reasoning)
+            if delta.text or delta.logprobs:
+                events += self._more("message", delta.text, chat_logprobs(delta.logprobs))
+            for call in delta.tool_calls:
+                events += self._more(call.index, call.arguments, call=call)
+        elif delta.logprobs:
+            events += self._more("message", delta.text, chat_logprobs(delta.logprobs))
+        elif delta.text:
+            events += self._more("message", delta.text)
         if delta.finish_reason is not None:
             events += self._finish(delta)
         return events
 
-    def _add_text(self, delta: AnswerDelta) -> bytes:
-        events = b""
-        if self._text is None:
-            self._text = []
-            events += self._event("response.output_item.added", item=self._message("in_progress"))
-            events += self._event(
-                "response.content_part.added", item_id=self._item_id, part=self._part()
-            )
-        self._text.append(delta.text)
-        if delta.logprobs:
-            logprobs = chat_logprobs(delta.logprobs)
-            self._logprobs += logprobs
-            return events + self._event(
-                "response.output_text.delta",
-                item_id=self._item_id,
-                delta=delta.text,
-                logprobs=logprobs,
-            )
+    def _more(
+        self,
+        kind: str | int,
+        text: str,
+        logprobs: Sequence[Any] = (),
+        call: ToolCallDelta | None = None,
+    ) -> bytes:
+        """Add text to an item of `kind`, which is opened if another is open."""
+        events, opened = b"", self._open
+        if opened is None or opened.kind != kind:
+            events = self._close("completed")
+            opened, begun = self._begin(kind, call)
+            events += begun
+        if not text and not logprobs:
+            return events
+        opened.text.append(text)
+        opened.logprobs += logprobs
         if not self._is_stream:
             return b""
         self._sequence += 1
-        number = self._sequence - 1
-        return b'%b%b%d,"delta":%b}\n\n' % (events, self._before, number, encode(delta.text))
+        more = b',"logprobs":%b' % encode(logprobs) if kind == "message" else b""
+        return b'%b%b%d%b,"delta":%b}\n\n' % (
+            events,
+            opened.before,
+            self._sequence - 1,
+            more,
+            encode(text),
+        )
 
-    def _part(self) -> dict[str, Any]:
-        text = "".join(self._text or ())
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
+    def _begin(self, kind: str | int, call: ToolCallDelta | None) -> tuple[_Open, bytes]:
+        number = len(self._response.output)
+        item: dict[str, Any] = {"status": "in_progress"}
+        if call is not None:
+            name, prefix = _ARGUMENTS, "fc"
+            item |= {"type": "function_call", "call_id": call.id, "name": call.name}
+            item["arguments"] = ""
+        elif kind == "reasoning":
+            name, prefix = "response.reasoning_text", "rs"
+            item |= {"type": "reasoning", "summary": [], "content": []}
+        else:
+            name, prefix = "response.output_text", "msg"
+            item |= {"type": "message", "role": "assistant", "content": []}
+        item["id"] = f"{prefix}_{self._suffix}" + (f"_{number}" if number else "")
+        place = encode({"type": f"{name}.delta", "item_id": item["id"], "output_index": number})
+        content = b"" if call is not None else b',"content_index":0'
+        before = b"event: %b.delta\ndata: %b%b,%b" % (
+            *(name.encode(), place[:-1], content, b'"sequence_number":'),
+        )
+        opened = self._open = _Open(kind, item, before)
+        events = self._event("response.output_item.added", item=item, output_index=number)
+        if call is None:
+            events += self._of_part("response.content_part.added", part=_part(opened))
+        return opened, events
 
-    def _message(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [self._part()]
-        kind = {"type": "message", "role": "assistant"}
-        return {"id": self._item_id, **kind, "status": status, "content": content}
+    def _of_part(self, event: str, **fields: Any) -> bytes:
+        """Return an event about the text of the open item."""
+        assert self._open is not None
+        place = {"item_id": self._open.item["id"], "output_index": len(self._response.output)}
+        if isinstance(self._open.kind, str):
+            place["content_index"] = 0
+        return self._event(event, **place, **fields)
+
+    def _close(self, status: str) -> bytes:
+        """End the open item, if there is one."""
+        opened = self._open
+        if opened is None:
+            return b""
+        item, part = opened.item, _part(opened)
+        item["status"] = status
+        if isinstance(opened.kind, int):
+            item["arguments"] = part["text"]
+            events = self._of_part(f"{_ARGUMENTS}.done", arguments=part["text"], name=item["name"])
+        else:
+            item["content"] = [part]
+            is_text = opened.kind == "message"
+            name = "response.output_text.done" if is_text else "response.reasoning_text.done"
+            more = {"logprobs": opened.logprobs} if is_text else {}
+            events = self._of_part(name, text=part["text"], **more)
+            events += self._of_part("response.content_part.done", part=part)
+        number = len(self._response.output)
+        events += self._event("response.output_item.done", item=item, output_index=number)
+        self._response.output.append(item)
+        self._open = None
+        return events
 
     def _finish(self, delta: AnswerDelta) -> bytes:
-        events, response = b"", self._response
+        response = self._response
         is_cut = delta.finish_reason is FinishReason.LENGTH
         response.status = "incomplete" if is_cut else "completed"
         if is_cut:
             response.incomplete_details = {"reason": "max_output_tokens"}
-        if self._text is not None:
-            part, item = self._part(), self._message(response.status)
-            events += self._event(
-                "response.output_text.done",
-                item_id=self._item_id,
-                text=part["text"],
-                logprobs=self._logprobs,
-            )
-            events += self._event("response.content_part.done", item_id=self._item_id, part=part)
-            events += self._event("response.output_item.done", item=item)
-            response.output.append(item)
+        events = self._close(response.status)
         if delta.usage is not None:
             response.usage = _usage(delta.usage)
             response.pdserve = Extension(delta.receipt or Receipt())
         return events + self._event(f"response.{response.status}", response=response)
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, event: str, **fields: Any) -> bytes:
         if not self._is_stream:
             return b""
-        if "response" not in fields:
-            fields["output_index"] = 0
-            if "item" not in fields:
-                fields["content_index"] = 0
         self._sequence += 1
-        data = {"type": name, "sequence_number": self._sequence - 1, **fields}
-        return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(data))
+        data = {"type": event, "sequence_number": self._sequence - 1, **fields}
+        return b"event: %b\ndata: %b\n\n" % (event.encode(), encode(data))
 
     def end(self) -> bytes:
         if self._response.usage is None:
@@ -425,6 +577,17 @@ class ResponseWriter:
         self._response.status = "failed"
         self._response.error = {"code": error.code, "message": error.message}
         return self._event("response.failed", response=self._response)
+
+
+_ARGUMENTS = "response.function_call_arguments"
+
+
+def _part(opened: _Open) -> dict[str, Any]:
+    text = "".join(opened.text)
+    if opened.kind == "message":
+        more = {"annotations": [], "logprobs": opened.logprobs}
+        return {"type": "output_text", "text": text, **more}
+    return {"type": "reasoning_text", "text": text}
 
 
 # -- Stored responses

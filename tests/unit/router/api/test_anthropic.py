@@ -149,7 +149,10 @@ async def test_sampling_reaches_the_generator(apis: Apis, claude: anthropic.Asyn
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"tools": [{"name": "f"}]}, "tools"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "web_search_20250305", "name": "f"}]}, "tools[0]"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"surprise": 1}, "surprise"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"temperature": 2}, "temperature"),

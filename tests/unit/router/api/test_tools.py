@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import anthropic
 import pytest
 from scripted import CHAT, MODEL, RECEIPT, VOCAB_SIZE, Apis, ScriptedGenerator, chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -224,3 +225,149 @@ async def test_content_without_calls_is_kept_as_it_is(
         model="demo", messages=[{"role": "user", "content": "hi"}], tools=[TOOL]
     )
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (" a", "stop")
+
+
+# Anthropic's Messages and OpenAI's Responses.
+
+SCHEMA: dict[str, Any] = {"type": "object"}
+CUSTOM = {"name": "get_time", "input_schema": SCHEMA}
+FUNCTION = {"type": "function", "name": "get_time", "parameters": SCHEMA}
+TOOL_NAMED = {"type": "function", "function": {"name": "get_time"}}
+ASKED = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Time?"}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_message_has_blocks_of_thinking_text_and_tool_use(apis: Apis, stream: bool) -> None:
+    async with anthropic.AsyncAnthropic(base_url=apis.url, api_key="k", max_retries=0) as client:
+        asked: Any = {**ASKED, "tools": [CUSTOM], "thinking": {"type": "adaptive"}}
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                message: Any = await events.get_final_message()
+        else:
+            message = await client.messages.create(**asked)
+    blocks = [x for x in message.content if x.type != "text"]
+    assert blocks[0].thinking == "I need it."
+    calls = [(x.id, x.name, x.input) for x in blocks[1:]]
+    assert calls == [("call-1", "get_time", {"city": "Oslo"}), ("2", "b", {})]
+    assert "".join(x.text for x in message.content if x.type == "text").strip() == ""
+    assert message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_has_items_of_reasoning_and_function_calls(
+    official: openai.AsyncOpenAI, stream: bool
+) -> None:
+    asked: Any = {"model": MODEL, "input": "Time?", "tools": [FUNCTION, {"type": "web_search"}]}
+    if stream:
+        async with official.responses.stream(**asked) as events:
+            numbers = [event.sequence_number async for event in events]
+            response: Any = await events.get_final_response()
+        assert numbers == list(range(len(numbers)))
+    else:
+        response = await official.responses.create(**asked)
+    reasoning, _, *calls = response.output
+    assert [x.type for x in response.output] == [
+        *("reasoning", "message"),
+        *("function_call", "function_call"),
+    ]
+    assert reasoning.content[0].text == "I need it."
+    assert [(x.call_id, x.name, x.arguments) for x in calls] == [
+        ("call-1", "get_time", '{"city": "Oslo"}'),
+        ("2", "b", "{}"),
+    ]
+    assert len({x.id for x in response.output}) == 4
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+    # A tool that a server would have to run is left out, and the response says which are there.
+    assert [x.type for x in response.tools] == ["function"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "parsed"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        ({"type": "tool", "name": "get_time"}, {"tool_choice": TOOL_NAMED}),
+    ],
+)
+async def test_a_choice_of_anthropics_is_told_in_openais_words(
+    apis: Apis, choice: dict[str, Any], parsed: dict[str, Any]
+) -> None:
+    body = {**ASKED, "tools": [CUSTOM], "tool_choice": choice}
+    status, answer = await apis.post("/v1/messages", body)
+    assert status == 200, answer
+    parsing = apis.generator.requests[-1].parsing
+    assert parsing is not None
+    told = json.loads(parsing.request_json)
+    assert {name: told.get(name) for name in parsed} == parsed
+
+
+async def test_a_choice_of_responses_is_told_to_the_parser(apis: Apis) -> None:
+    choice = {"type": "function", "name": "get_time"}
+    body = {"model": MODEL, "input": "Time?", "tools": [FUNCTION], "tool_choice": choice}
+    status, answer = await apis.post("/v1/responses", body)
+    assert (status, answer["tool_choice"]) == (200, choice)
+    parsing = apis.generator.requests[-1].parsing
+    assert parsing is not None
+    assert json.loads(parsing.request_json)["tool_choice"] == TOOL_NAMED
+
+
+MESSAGES_HISTORY = {
+    "messages": [
+        {"role": "user", "content": "Time?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "So."},
+                {"type": "tool_use", "id": "c1", "name": "get_time", "input": {"city": "Oslo"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [{"type": "text", "text": "noon"}],
+                },
+                {"type": "text", "text": "Ok?"},
+            ],
+        },
+    ]
+}
+RESPONSES_HISTORY = {
+    "input": [
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": "So."},
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "get_time",
+            "arguments": '{"city": "Oslo"}',
+        },
+        {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+        {"role": "user", "content": "Ok?"},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {**MESSAGES_HISTORY, "max_tokens": 9, "tools": [CUSTOM]}),
+        ("/v1/responses", {**RESPONSES_HISTORY, "tools": [FUNCTION]}),
+    ],
+)
+async def test_calls_and_results_of_a_history_are_shown_alike(
+    apis: Apis, model_dir: Path, path: str, body: dict[str, Any]
+) -> None:
+    status, answer = await apis.post(path, body)
+    assert status == 200, answer
+    ids = apis.generator.requests[-1].prompt_token_ids
+    prompt = Tokenizer.from_file(str(model_dir / "tokenizer.json")).decode(list(ids))
+    assert prompt == (
+        f"<tools>{json.dumps([TOOL])}</tools><user>Time?"
+        "<assistant>So.<tool_call>get_time(Oslo)</tool_call><tool>noonc1<user>Ok?"
+    )
