@@ -506,7 +506,7 @@ class RoleConfig(_Section, frozen=True):
     engine_args: dict[str, object] = {}
 
 
-class AggregatedConfig(RoleConfig, frozen=True):
+class UnusedRoleConfig(RoleConfig, frozen=True):
     workers: Annotated[int, Meta(ge=0, le=1024)] = 0
 
 
@@ -516,11 +516,13 @@ class PoolsConfig(_Section, frozen=True):
     prefill: Prefill workers.
     decode: Decode workers.
     aggregated: Workers that run both phases.
+    pooling: Workers that compute embeddings.
     """
 
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()
-    aggregated: AggregatedConfig = AggregatedConfig()
+    aggregated: UnusedRoleConfig = UnusedRoleConfig()
+    pooling: UnusedRoleConfig = UnusedRoleConfig()
 
     def __post_init__(self) -> None:
         prefill, decode = self.prefill.workers, self.decode.workers
@@ -528,7 +530,7 @@ class PoolsConfig(_Section, frozen=True):
             missing = "decode" if prefill else "prefill"
             reason = "must be at least 1: prefill and decode workers need each other"
             refuse(f"{missing}.workers", reason)
-        if not prefill + decode + self.aggregated.workers:
+        if not prefill + decode + self.aggregated.workers + self.pooling.workers:
             refuse("prefill.workers", "at least one worker is required")
 
     def by_role(self) -> dict[Role, RoleConfig]:

@@ -20,6 +20,7 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"
+    POOLING = "pooling"
 
 
 class ServiceClass(StrEnum):
@@ -208,7 +209,8 @@ class StreamDelta:
     """The output of one engine step for one request. The first one of a prefill has
     `prompt_logprobs`, if they were asked for. The last one has a finish reason and a report, for a
     prefill with sequential handoff a `kv_handle`, and for an exported stream the number of
-    its output tokens as `exported_tokens`."""
+    its output tokens as `exported_tokens`. A pooling request has one, with the `embedding`
+    (float32, little-endian)."""
 
     stream_id: int
     token_ids: tuple[int, ...] = ()
@@ -221,6 +223,7 @@ class StreamDelta:
     kv_handle: bytes = field(default=b"", repr=False)
     exported_tokens: int = 0
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    embedding: bytes = field(default=b"", repr=False)
 
 
 @dataclass(slots=True)

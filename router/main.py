@@ -33,6 +33,7 @@ from router.api.batches import BatchApi
 from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
+from router.api.pooling import PoolingApi
 from router.api.preprocess import Preprocessor
 from router.api.responses import ResponseApi
 from router.background import background
@@ -49,6 +50,7 @@ from router.placement.cost import CostModel
 from router.placement.policies import POLICIES
 from router.placement.values import PlacementContext
 from router.placer import Placer
+from router.pooling import Embedder
 from router.prefix import PrefixWatcher
 from router.request import RequestServer, Services
 from router.retry import RetryBudget
@@ -204,6 +206,7 @@ class RouterServer:
             *(requests, preprocessor, opened, metrics.render, adapters, keys, config.cors_origins),
             BatchApi(store, config.batch.max_file_mib << 20),
             responses=ResponseApi(store),
+            pooling=PoolingApi(Embedder(fleet, admission, metrics), preprocessor),
         )
         runner = BatchRunner(store, http_api.answer)
         await self._batches.enter_async_context(background("batches", runner.run))

@@ -223,7 +223,7 @@ def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member
     """
     member = _registered(members, worker_id)
     before, model = member.info.role, member.info.model.name
-    if Role.AGGREGATED in (role, before) or role is before:
+    if {role, before} != {Role.PREFILL, Role.DECODE}:
         raise InvalidRequest(
             f"worker {worker_id} is a {before} worker and cannot become a {role} worker",
             field="role",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from pdserve.errors import ContextLengthExceeded, ModelNotFound, Unavailable
+from pdserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unavailable
 from pdserve.types import HandoffStyle, Role
 from router.decisions import DecisionLog
 from router.placement.filters import able, with_states
@@ -176,6 +176,9 @@ class Placer:
         """
         members = self._fleet.of_model(request.model)
         if not members:
+            if self._fleet.pooling(request.model):
+                text = f"model {request.model} has pooling workers alone: it generates no text"
+                raise InvalidRequest(text, field="model")
             raise ModelNotFound(f"model {request.model} is not served", field="model")
         for member in members:
             request.sampling.check_supported(member.info.unsupported_fields)

@@ -31,6 +31,7 @@ from pdserve.types import FinishReason, Receipt, Role, StreamDelta, TransferRepo
 from router.answer import AnswerDelta
 from router.handoff import Failed, Finished, Phase
 from router.placement.filters import check_servable
+from router.pooling import pick
 from router.retry import LIVE_KV, MOVED, RETRYABLE, Constraints, RetryPolicy, RetryStep
 from router.upstream import Answer, Attempt
 
@@ -249,8 +250,12 @@ class RequestServer:
         models = self.models()
         if not models:
             raise Unavailable("no worker is registered")
+        fleet = self._services.fleet
         for name in models:
-            check_servable(self._services.fleet.candidates(name), name, aggregated=True)
+            if fleet.of_model(name) or not fleet.pooling(name):
+                check_servable(fleet.candidates(name), name, aggregated=True)
+            else:
+                pick(fleet, name)
 
     @staticmethod
     def _begin_span(tracing: Tracing, request: GenerateRequest) -> Span | None:

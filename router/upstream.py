@@ -23,7 +23,7 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
-from pdserve.types import HandoffStyle, StreamDelta
+from pdserve.types import HandoffStyle, Role, StreamDelta
 from pdserve.v1 import worker_pb2 as w
 from router.answer import AnswerDelta
 from router.handoff import Exported, Failed, Finished, Handoff, Phase, StreamState, SubmitDecode
@@ -199,7 +199,9 @@ class Attempt:
             self._submit_decode(self._producer, resume, live=True)
         elif self._prefill is None:
             command = self._command(resume)
-            command.submit.aggregated.SetInParent()
+            is_pooling = self._decode.role is Role.POOLING
+            phase = command.submit.pooling if is_pooling else command.submit.aggregated
+            phase.SetInParent()
             self._decode.submit(command)
         else:
             if self.handoff.style is HandoffStyle.CONCURRENT:

@@ -79,7 +79,12 @@ class AggregatedPhase:
     """Prefill and decode here."""
 
 
-Phase = PrefillPhase | DecodePhase | AggregatedPhase
+@dataclass(frozen=True, slots=True)
+class PoolingPhase:
+    """Compute the prompt's embedding."""
+
+
+Phase = PrefillPhase | DecodePhase | AggregatedPhase | PoolingPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +234,7 @@ def check_work(work: Work, model: ModelInfo, *, has_kv: bool) -> None:
         )
     if sampling.n != 1:
         raise InvalidRequest(f"n must be 1 on a worker, not {sampling.n}", field="n")
-    if not has_kv and not isinstance(work.phase, AggregatedPhase):
+    if not has_kv and isinstance(work.phase, PrefillPhase | DecodePhase):
         raise InvalidRequest("this worker's engine cannot exchange KV", field="phase")
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from workers.engine import Engine
 
 
+_WITHOUT_TIERS = (Role.DECODE, Role.POOLING)
+
+
 def make_engine(
     config: WorkerConfig, instance_id: str, on_progress: Callable[[str], None] = ignore_progress
 ) -> Engine:
@@ -38,7 +41,9 @@ def make_engine(
     engine_args, kv = dict(config.engine_args), None
     if config.adapters:
         engine_args["enable_lora"] = True
-    if config.role is not Role.AGGREGATED:
+    if config.role is Role.POOLING:
+        engine_args["runner"] = "pooling"
+    elif config.role is not Role.AGGREGATED:
         extra = connector_config(config.kv, config.access)
         kv = KvSettings(instance_id, extra, config.kv.connector, config.kv.host)
     return VllmEngine(
@@ -48,7 +53,7 @@ def make_engine(
             threads=None if config.gpus else len(config.cores) or None,
             kv=kv,
             # Decode workers get KV from prefill workers.
-            tiers=TiersConfig() if config.role is Role.DECODE else config.kv.tiers,
+            tiers=TiersConfig() if config.role in _WITHOUT_TIERS else config.kv.tiers,
             engine_args=engine_args,
         ),
         on_progress,
@@ -85,7 +90,7 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
         )
     if config.kv.tiers.host_gib:
         raise ConfigError("kv.tiers: the fake engine has none", field="kv.tiers")
-    if config.role is not Role.AGGREGATED:
+    if config.role in (Role.PREFILL, Role.DECODE):
         kv = FakeKv(instance_id, host=config.kv.host, lease_s=config.kv.lease_s)
     path = Path(config.model, "config.json")
     try:

@@ -31,7 +31,15 @@ from pdserve.prefix_hash import pack
 from pdserve.types import ReasoningGate, Role, StreamDelta
 from pdserve.v1 import worker_pb2 as w
 from workers.adapters import read_adapter
-from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work, ended_by
+from workers.engine import (
+    AggregatedPhase,
+    DecodePhase,
+    Phase,
+    PoolingPhase,
+    PrefillPhase,
+    Work,
+    ended_by,
+)
 from workers.registration import Registrations
 
 if TYPE_CHECKING:
@@ -410,7 +418,7 @@ class WorkerService:
             raise Unavailable(
                 f"this worker is {self.role_state} a change of its role", retry_after_s=1.0
             )
-        if role is self.role or Role.AGGREGATED in (role, self.role):
+        if role is self.role or {role, self.role} != {Role.PREFILL, Role.DECODE}:
             raise InvalidRequest(
                 f"a worker cannot change from {self.role} to {role}, only between prefill and "
                 f"decode",
@@ -646,8 +654,8 @@ def _work(submit: w.Submit, stream_id: int, role: Role) -> Work:
     if not submit.sampling.HasField("max_tokens"):
         raise InvalidRequest("max_tokens is missing", field="max_tokens")
     phase, name = _phase(submit), submit.WhichOneof("phase")
-    # Every role takes aggregated requests: routers fall back to them.
-    if name not in (role, Role.AGGREGATED):
+    # Every role that generates takes aggregated requests: routers fall back to them.
+    if name != role and (name != Role.AGGREGATED or role is Role.POOLING):
         raise InvalidRequest(f"a {role} worker takes no {name} requests", field="phase")
     max_tokens = submit.sampling.max_tokens
     return Work(
@@ -685,6 +693,8 @@ def _phase(submit: w.Submit) -> Phase:
             )
         case "aggregated":
             return AggregatedPhase()
+        case "pooling":
+            return PoolingPhase()
     raise InvalidRequest("phase is missing", field="phase")
 
 

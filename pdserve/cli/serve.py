@@ -43,6 +43,7 @@ _PROCESSES = {
     "--prefill": "up.prefill.workers",
     "--decode": "up.decode.workers",
     "--aggregated": "up.aggregated.workers",
+    "--pooling": "up.pooling.workers",
     "--routers": "up.routers",
     "--ready-file": "up.ready_file",
     "--run-dir": "up.run_dir",

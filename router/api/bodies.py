@@ -168,6 +168,11 @@ class GenerateBody(Body, kw_only=True):
 B = TypeVar("B", bound=Body)
 
 
+def _only(name: str) -> Callable[[object], tuple[object, ...]]:
+    """Return an attrgetter that returns a tuple for one name too."""
+    return lambda body: (getattr(body, name),)
+
+
 def knows(known: Mapping[str, Known]) -> Callable[[type[B]], type[B]]:
     """Return a decorator that adds the fields of `known` to a body."""
 
@@ -178,7 +183,7 @@ def knows(known: Mapping[str, Known]) -> Callable[[type[B]], type[B]]:
         namespace = {
             "__doc__": kind.__doc__,
             "known": {name: known[name] for name in names},
-            "_values_of": attrgetter(*names),
+            "_values_of": attrgetter(*names) if len(names) > 1 else _only(*names),
         }
         bases: Any = (kind,)
         made: Any = msgspec.defstruct(

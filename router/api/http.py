@@ -28,6 +28,7 @@ from router.api.auth import EVERYONE
 from router.api.bodies import GenerateBody, encode, read
 from router.api.idempotency import Recorded, StoredAnswers
 from router.api.openapi import DOCS_PAGE, openapi
+from router.api.pooling import Bodies, EmbeddingsRequest, RerankRequest, ScoreRequest
 from router.api.preprocess import check_request_id, new_request_id
 from router.api.responses import ResponseApi, ResponsesRequest
 from router.api.sinks import EventStream, Sink, WholeBody, Writer
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from router.api.auth import Keys
     from router.api.batches import BatchApi
     from router.api.open_requests import OpenRequests
+    from router.api.pooling import PoolingApi
     from router.api.preprocess import ParsedRequest, Preprocessor
 
     Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -59,6 +61,11 @@ _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _BODIES: dict[str, type[openai.ChatRequest | openai.CompletionRequest]] = {
     "/v1/chat/completions": openai.ChatRequest,
     "/v1/completions": openai.CompletionRequest,
+}
+_POOLING: dict[str, type[Bodies]] = {
+    "/v1/embeddings": EmbeddingsRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
 }
 _HEADERS = web.RequestKey("response_headers", dict[str, str])
 _TENANT = web.RequestKey("tenant", str)
@@ -87,6 +94,7 @@ class HttpApi:
         batches: BatchApi | None = None,
         *,
         responses: ResponseApi,
+        pooling: PoolingApi,
     ) -> None:
         self._answers = StoredAnswers()
         self._cors_origins = frozenset(cors_origins)
@@ -98,12 +106,14 @@ class HttpApi:
         self._keys = keys
         self._batches = batches
         self._responses = responses
+        self._pooling = pooling
         self._started = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
             **{path: ("POST", partial(self._generate, kind)) for path, kind in _BODIES.items()},
             _RESPONSES: ("POST", partial(self._generate, ResponsesRequest)),
             _MESSAGES: ("POST", partial(self._generate, messages.MessagesRequest)),
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
+            **{path: ("POST", partial(self._pool, kind)) for path, kind in _POOLING.items()},
             _LOAD: ("POST", self._load_adapter),
             _UNLOAD: ("POST", self._unload_adapter),
             _MODELS: ("GET", self._list_models),
@@ -263,6 +273,12 @@ class HttpApi:
             body.conversation(), model, None, field="messages"
         )
         return _json({"input_tokens": len(tokens)})
+
+    async def _pool(self, kind: type[Bodies], request: web.BaseRequest) -> web.Response:
+        body = read(kind, await _read_body(request))
+        request_id = _request_id(request, None, "embd-")
+        with self._open_requests.enter():
+            return _json(await self._pooling.answer(body, request_id, request[_TENANT]))
 
     async def _detokenize(self, request: web.BaseRequest) -> web.Response:
         body = read(DetokenizeRequest, await _read_body(request))

@@ -251,7 +251,7 @@ class CompletionRequest(_OpenAiBody, kw_only=True):
     ] = None
 
     def parse(self, request_id: str) -> list[ParsedRequest]:
-        prompts = self._prompts()
+        prompts = prompts_of(self.prompt, "prompt")
         if len(prompts) * (self.n or 1) > MAX_ANSWERS:
             refuse("prompt", f"holds {len(prompts)} prompts; {MAX_ANSWERS} answers are given")
         if self.max_tokens == 0 and not self.echo:
@@ -271,12 +271,12 @@ class CompletionRequest(_OpenAiBody, kw_only=True):
             refuse("resume_token_ids", "requires one prompt")
         return parsed
 
-    def _prompts(self) -> list[str | tuple[int, ...]]:
-        given: Any = self.prompt
-        is_one = isinstance(given, str) or not given or isinstance(given[0], int)
-        if is_one:
-            return [_one_prompt(given, "prompt")]
-        return [_one_prompt(x, f"prompt[{i}]") for i, x in enumerate(given)]
+
+def prompts_of(given: Any, field: str) -> list[str | tuple[int, ...]]:
+    """Return the prompts of a text, its token ids, or a list of them. Raises InvalidRequest."""
+    if isinstance(given, str) or not given or isinstance(given[0], int):
+        return [_one_prompt(given, field)]
+    return [_one_prompt(x, f"{field}[{i}]") for i, x in enumerate(given)]
 
 
 def _one_prompt(given: Any, field: str) -> str | tuple[int, ...]:

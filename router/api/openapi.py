@@ -19,6 +19,7 @@ from router.api.openai import (
     Response,
     UnloadAdapterRequest,
 )
+from router.api.pooling import EmbeddingsRequest, RerankRequest, ScoreRequest
 from router.api.responses import ResponseBody, ResponsesRequest
 from router.api.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -43,6 +44,9 @@ ENDPOINTS = (
     Endpoint("DELETE", "/v1/responses/{response_id}", "Delete it"),
     Endpoint("POST", "/v1/messages", "Anthropic's Messages", MessagesRequest),
     Endpoint("POST", "/v1/messages/count_tokens", "Tokens of a conversation", CountTokensRequest),
+    Endpoint("POST", "/v1/embeddings", "Embeddings, of pooling workers", EmbeddingsRequest),
+    Endpoint("POST", "/v1/score", "Scores of pairs of texts", ScoreRequest),
+    Endpoint("POST", "/v1/rerank", "Documents by their score for a query", RerankRequest),
     Endpoint("POST", "/tokenize", "Token ids of a text or a conversation", TokenizeRequest),
     Endpoint("POST", "/detokenize", "Text of token ids", DetokenizeRequest),
     Endpoint("GET", "/v1/models", "Models and LoRA adapters"),

@@ -21,13 +21,13 @@ from pdserve.errors import (
     UnsupportedField,
 )
 from pdserve.tokenizer import Conversation
-from pdserve.types import Constraint, GenerateRequest, Parsing, ServiceClass
+from pdserve.types import Constraint, GenerateRequest, Parsing, SamplingParams, ServiceClass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 
     from pdserve.tokenizer import Tokenizer
-    from pdserve.types import Adapter, ModelInfo, SamplingParams, StructuredOutput
+    from pdserve.types import Adapter, ModelInfo, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,33 @@ class Preprocessor:
             "" if reasoning == NONE else reasoning,
             json.dumps(options),
             json.dumps({"chat_template_kwargs": chat.variables}),
+        )
+
+    async def embedding_request(
+        self,
+        prompt: str | tuple[int, ...],
+        model: ModelInfo,
+        request_id: str,
+        *,
+        field: str,
+        tenant: str,
+    ) -> GenerateRequest:
+        """Return a request for the embedding of `prompt`. Raises InvalidRequest, naming `field`,
+        and ContextLengthExceeded with both lengths."""
+        tokens = await self.tokenise(prompt, model, None, field=field)
+        _check_ids(tokens, model, field=field)
+        if len(tokens) >= model.max_model_len:
+            raise ContextLengthExceeded(
+                f"an input has {len(tokens)} tokens, and the model takes {model.max_model_len - 1}",
+                field=field,
+            )
+        return GenerateRequest(
+            request_id=request_id,
+            model=model.name,
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=1),
+            deadline=asyncio.get_running_loop().time() + self._timeout_s,
+            tenant=tenant,
         )
 
     def find(self, name: str) -> tuple[ModelInfo, Adapter | None]:

@@ -85,7 +85,7 @@ class Fleet:
         self._token_gaps = token_gaps
         self._router_id = router_id
         self.slots = 0  # requests that the engines of all workers run at once
-        self._by_model: dict[str, list[Member]] = {}
+        self._by_model: dict[tuple[str, bool], list[Member]] = {}
         self._models: dict[str, ModelInfo] = {}
         self._links: dict[Member, WorkerConnection] = {}
         self._is_open = False
@@ -162,7 +162,7 @@ class Fleet:
         self._reconcile()
 
     def _check_compatible(self, info: WorkerInfo) -> None:
-        if info.role is not Role.AGGREGATED and info.kv is None:
+        if info.role in (Role.PREFILL, Role.DECODE) and info.kv is None:
             raise InvalidRequest(
                 f"worker {info.worker_id}: a {info.role} worker needs a kv endpoint",
                 field="worker.kv",
@@ -408,12 +408,21 @@ class Fleet:
         return self._models
 
     def of_model(self, name: str) -> Sequence[Member]:
-        """Return the workers of a model, lost ones too, in the order of registration."""
-        found = self._by_model.get(name)
+        """Return the workers of a model that generate, lost ones too, in the order of
+        registration."""
+        return self._of_model(name, is_pooling=False)
+
+    def pooling(self, name: str) -> Sequence[Member]:
+        """Return the workers of a model that compute embeddings, lost ones too."""
+        return self._of_model(name, is_pooling=True)
+
+    def _of_model(self, name: str, *, is_pooling: bool) -> Sequence[Member]:
+        found = self._by_model.get((name, is_pooling))
         if found is None:
-            found = [m for m in self.members.values() if m.info.model.name == name]
+            members = [m for m in self.members.values() if m.info.model.name == name]
+            found = [m for m in members if (m.info.role is Role.POOLING) == is_pooling]
             if found:
-                self._by_model[name] = found
+                self._by_model[name, is_pooling] = found
         return found
 
     def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
@@ -436,5 +445,6 @@ class Fleet:
 
     def is_last(self, member: Member) -> bool:
         """Return whether no other worker of its model is ready."""
-        others = self.of_model(member.info.model.name)
+        is_pooling = member.info.role is Role.POOLING
+        others = self._of_model(member.info.model.name, is_pooling=is_pooling)
         return not any(m.state is MemberState.READY for m in others if m is not member)

@@ -47,6 +47,7 @@ from workers.engine import (
     NO_LORA,
     DecodePhase,
     EngineInfo,
+    PoolingPhase,
     PrefillPhase,
     check_work,
     ended_by,
@@ -502,6 +503,14 @@ class FakeEngine:
             if sequence.kv is None and self._cache is not None:
                 self._cache.keep(work.prompt_token_ids, work.adapter, work.cache_salt)
             delta = sequence.advance(self._now())
+            if isinstance(work.phase, PoolingPhase):
+                delta = replace(
+                    delta,
+                    token_ids=(),
+                    text="",
+                    finish_reason=FinishReason.STOP,
+                    embedding=model.embedding_of(work.prompt_token_ids),
+                )
         if delta.finish_reason is None:
             return delta
         del self._running[work.stream_id]

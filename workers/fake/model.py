@@ -54,6 +54,12 @@ def next_token(kv: bytes, seed: int | None, vocab_size: int, forbidden: Collecti
     return token
 
 
+def embedding_of(token_ids: Sequence[int]) -> bytes:
+    """Return eight numbers from -1 to 1 that depend on every token."""
+    numbers = struct.unpack("<8i", hashlib.sha256(kv_of(token_ids)).digest())
+    return struct.pack("<8f", *(number / 2**31 for number in numbers))
+
+
 def text_of(token_id: int) -> str:
     """Return the text of a token: a word after a blank, or nothing for a special token."""
     number, word = token_id - FIRST_WORD, ""

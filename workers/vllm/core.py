@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.pooling_params import PoolingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
@@ -49,7 +50,15 @@ from pdserve.types import (
     TokenLogprob,
     WorkerLoad,
 )
-from workers.engine import NO_LORA, DecodePhase, EngineInfo, PrefillPhase, check_work, ended_by
+from workers.engine import (
+    NO_LORA,
+    DecodePhase,
+    EngineInfo,
+    PoolingPhase,
+    PrefillPhase,
+    check_work,
+    ended_by,
+)
 from workers.vllm import cache, sampling
 from workers.vllm.args import (
     check_on_cpu,
@@ -258,10 +267,11 @@ class VllmCore:
             if work.adapter and adapter is None:
                 raise InvalidRequest(f"adapter {work.adapter} is not loaded", field="adapter")
             transfer = params_for(work, self._handoff)
+            is_pooling = isinstance(work.phase, PoolingPhase)
             vllm_id = self._engine.add_request(
                 key,
                 tokens_input(list(work.prompt_token_ids), cache_salt=work.cache_salt or None),
-                sampling.to_vllm(work, transfer),
+                PoolingParams(task="embed") if is_pooling else sampling.to_vllm(work, transfer),
                 lora_request=adapter,
             )
             set_gate(self._scheduler, vllm_id, work.reasoning_gate)
@@ -270,6 +280,8 @@ class VllmCore:
             return [_refusal(work, error)]
         state = self._engine.output_processor.request_states[vllm_id]
         stream = self._streams[work.stream_id] = _Stream(work, vllm_id, state, submitted)
+        if is_pooling:
+            return []
         if stopped := sampling.feed(state, work.resume_token_ids):
             return [self._end_at_seam(stream, stopped)]
         return []
@@ -369,6 +381,8 @@ class VllmCore:
 
     def _delta(self, output: Any) -> StreamDelta:
         stream = self._streams[int(output.request_id.rpartition("/")[2])]
+        if isinstance(stream.work.phase, PoolingPhase):
+            return self._embedding(stream, output)
         work, made = stream.work, output.outputs[0]
         text, finish, error, report, handle = made.text, None, None, None, b""
         if output.finished:
@@ -396,6 +410,17 @@ class VllmCore:
             error=error,
             kv_handle=handle,
             prompt_logprobs=self._prompt_logprobs(work, output),
+        )
+
+    def _embedding(self, stream: _Stream, output: Any) -> StreamDelta:
+        stream_id = stream.work.stream_id
+        del self._streams[stream_id]
+        vector = output.outputs.data.float().cpu().numpy().astype("<f4", copy=False)
+        return StreamDelta(
+            stream_id,
+            finish_reason=FinishReason.STOP,
+            report=_report(stream),
+            embedding=vector.tobytes(),
         )
 
     def _prompt_logprobs(self, work: Work, output: Any) -> tuple[PositionLogprobs, ...]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.config import (
-    AggregatedConfig,
     Config,
     RoleConfig,
     RouterConfig,
+    UnusedRoleConfig,
     UpConfig,
     WorkerConfig,
     parse,
@@ -58,7 +58,7 @@ def test_more_cores_than_there_are_cannot_be_had() -> None:
 
 
 def test_workers_are_named_by_role_and_pinned_apart() -> None:
-    up = UpConfig(decode=RoleConfig(workers=2), aggregated=AggregatedConfig(workers=1))
+    up = UpConfig(decode=RoleConfig(workers=2), aggregated=UnusedRoleConfig(workers=1))
     config = Config(up=up)
     workers = worker_configs(config, range(4))
     assert {name: (x.role, x.cores) for name, x in workers.items()} == {

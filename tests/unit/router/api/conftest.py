@@ -25,18 +25,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pdserve import rpc
 from pdserve.client import Client
+from pdserve.config import SloConfig
 from pdserve.http_server import HttpServer, bind
 from pdserve.tokenizer import Tokenizer as ModelTokenizer
 from pdserve.tokenizer import read_files
 from pdserve.types import ModelInfo
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from router.admission import AdmissionController, AdmissionLimits
 from router.api.auth import EVERYONE, Keys
 from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
+from router.api.pooling import PoolingApi
 from router.api.preprocess import Preprocessor
 from router.api.responses import ResponseApi
 from router.batch.store import BatchStore
+from router.fleet.registry import Fleet
+from router.metrics import RouterMetrics
+from router.pooling import Embedder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -93,6 +99,9 @@ async def apis(generator: ScriptedGenerator, keys: Keys, tmp_path: Path) -> Asyn
         preprocessor = Preprocessor(
             generator.models, generator.adapters, timeout_s=TIMEOUT_S, load=read_tokenizer
         )
+        # No worker computes embeddings here.
+        admission = AdmissionController(AdmissionLimits())
+        embedder = Embedder(Fleet(router_id="r"), admission, RouterMetrics(SloConfig()))
         store = BatchStore(tmp_path / "batches", "router")
         stack.push_async_callback(store.close)
         api = HttpApi(
@@ -104,6 +113,7 @@ async def apis(generator: ScriptedGenerator, keys: Keys, tmp_path: Path) -> Asyn
             keys,
             [CORS_ORIGIN],
             responses=ResponseApi(store),
+            pooling=PoolingApi(embedder, preprocessor),
         )
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()

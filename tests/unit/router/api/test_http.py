@@ -278,7 +278,7 @@ async def test_completion_logprobs_are_parallel_lists(apis: Apis, stream: bool) 
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("POST", "/v1/audio/speech", 404, "not_found"),
         ("GET", "/", 404, "not_found"),
         ("GET", "/v1/models/none", 404, "model_not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),

@@ -1,0 +1,102 @@
+"""Embeddings, scores and ranks of pooling workers on real vLLM, beside workers that generate."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+from tests.patience import START_S, WAIT_S
+from tests.up_process import up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TEXTS = ["What is prefill?", "Why do leaves turn red?"]
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("up")
+    pools = ("--engine", "vllm", "--model", "demo", "--pooling", "1")
+    with up(folder, *pools) as running:
+        yield running.wait_until_serving(within_s=START_S)
+        running.send(signal.SIGINT)
+        assert running.wait() == 0
+
+
+@pytest.fixture
+def client(ready: dict[str, Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{ready['http']}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(ready: dict[str, Any], path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(ready["http"] + path, json=body, timeout=WAIT_S)
+
+
+def test_equal_texts_have_equal_embeddings_in_both_formats(
+    client: openai.OpenAI, ready: dict[str, Any]
+) -> None:
+    name = client.models.list().data[0].id
+    # OpenAI's client asks for base64 by itself.
+    found = client.embeddings.create(model=name, input=[*TEXTS, TEXTS[0]])
+    first, other, again = (x.embedding for x in found.data)
+    assert (len(first), [x.index for x in found.data]) == (256, [0, 1, 2])
+    assert first == again != other
+    assert math.isclose(math.hypot(*first), 1.0, rel_tol=1e-3)
+    plain = post(ready, "/v1/embeddings", {"input": TEXTS[0]}).json()["data"][0]["embedding"]
+    assert plain == pytest.approx(first, abs=1e-6)
+    assert found.usage.prompt_tokens == found.usage.total_tokens > 3
+    # The same model generates beside it.
+    assert client.completions.create(model=name, prompt="What is", max_tokens=3).choices[0].text
+
+
+def test_scores_and_ranks_follow_the_embeddings(ready: dict[str, Any]) -> None:
+    documents = [TEXTS[1], TEXTS[0], "prefill"]
+    scored = post(ready, "/v1/score", {"text_1": TEXTS[0], "text_2": documents}).json()
+    scores = [x["score"] for x in scored["data"]]
+    assert scores[1] == pytest.approx(1.0, abs=1e-3)
+    ranked = post(ready, "/v1/rerank", {"query": TEXTS[0], "documents": documents, "top_n": 2})
+    results = ranked.json()["results"]
+    assert [x["relevance_score"] for x in results] == pytest.approx(sorted(scores)[:0:-1], abs=1e-6)
+    assert results[0] == results[0] | {"index": 1, "document": {"text": TEXTS[0]}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("embeddings", {"input": []}, "input"),
+        ("embeddings", {"input": [""]}, "input"),
+        ("embeddings", {"input": [1, "a"]}, "input[1]"),
+        ("embeddings", {"input": "a " * 9000}, "input"),
+        ("embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
+        ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("rerank", {"query": "a", "documents": []}, "documents"),
+        ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_field(
+    ready: dict[str, Any], path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = post(ready, f"/v1/{path}", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_a_killed_worker_costs_no_embedding(tmp_path: Path) -> None:
+    with up(tmp_path, "--pooling", "2", "--prefill", "0", "--decode", "0") as running:
+        ready = running.wait_until_serving()
+        os.kill(ready["workers"][0]["pid"], signal.SIGKILL)
+        for i in range(20):
+            assert post(ready, "/v1/embeddings", {"input": f"text {i}"}).status_code == 200
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        answer = post(ready, "/v1/chat/completions", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+        running.send(signal.SIGINT)
+        assert running.wait() == 0
