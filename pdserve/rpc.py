@@ -37,7 +37,10 @@ def _common_options(keepalive_s: float, max_received_bytes: int = MAX_MESSAGE_BY
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_received_bytes),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+        # The second is for all pings, and a minute by default: a stream that receives nothing waits
+        # for it. A peer that holds its GIL still answers.
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         # The default of 2 stops the pings of an idle stream.
         ("grpc.http2.max_pings_without_data", 0),

@@ -128,17 +128,19 @@ class Network:
         self.change(GOOD, self.hosts, self.hosts)
 
     @asynccontextmanager
-    async def forward(self, host: int, port: int) -> AsyncIterator[str]:
+    async def forward(self, host: int, port: int, *, at: int | None = None) -> AsyncIterator[str]:
         """An address on this machine's loopback that leads to a port of a host. Whoever connects
-        does so as if from that host."""
+        does so as if from the host `at`, or from that host itself."""
+        sender = host if at is None else at
         tasks: set[asyncio.Task[None]] = set()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
             tasks.add(task)
-            with suppress(asyncio.CancelledError):  # streams would log it
-                await self._join(host, port, reader, writer)
+            # Streams would log that it was cancelled.
+            with suppress(asyncio.CancelledError), self._socket(sender) as sock:
+                await _join(sock, (self.address(host), port), reader, writer)
             tasks.remove(task)
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -156,24 +158,6 @@ class Network:
             await asyncio.get_running_loop().sock_connect(sock, (self.address(host), port))
             return True
         return False
-
-    async def _join(
-        self, host: int, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Carry bytes between a connection and a new one to a port of a host, until one ends."""
-        sock = self._socket(host)
-        with _closing(writer), sock, suppress(OSError):
-            await asyncio.get_running_loop().sock_connect(sock, (self.address(host), port))
-            there_reader, there = await asyncio.open_connection(sock=sock)
-            with _closing(there):
-                both = [_copy(reader, there), _copy(there_reader, writer)]
-                tasks = [asyncio.ensure_future(each) for each in both]
-                try:
-                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
 
     def _socket(self, host: int) -> socket.socket:
         """A socket of a host: it stays one wherever it is used."""
@@ -237,6 +221,27 @@ class Network:
             begins += size * 8e-6 / link.mbit_per_s
             self._free_at[way] = begins
         return begins + link.delay_s
+
+
+async def _join(
+    sock: socket.socket,
+    address: tuple[str, int],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> None:
+    """Connect the socket and carry bytes between it and a connection, until one ends."""
+    with _closing(writer), suppress(OSError):
+        await asyncio.get_running_loop().sock_connect(sock, address)
+        there_reader, there = await asyncio.open_connection(sock=sock)
+        with _closing(there):
+            both = [_copy(reader, there), _copy(there_reader, writer)]
+            tasks = [asyncio.ensure_future(each) for each in both]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

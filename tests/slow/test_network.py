@@ -76,7 +76,8 @@ class Asked:
 
 
 class Service:
-    """Routers, and workers by name, on their hosts; `clients` are at each router's host."""
+    """Routers, and workers by name, on their hosts. `clients` are at each router's host, and the
+    last one is at host 1, and knows all routers."""
 
     def __init__(self, routers: tuple[int, ...], workers: dict[str, int], directory: Path) -> None:
         self.network = Network(1 + max(*routers, *workers.values()))
@@ -103,6 +104,9 @@ class Service:
             channel = await self._stack.enter_async_context(rpc.open_channel(address))
             self._registries.append(RegistryStub(channel))
             self.clients.append(await self._stack.enter_async_context(Client(address)))
+        distant = [self.network.forward(host, GRPC, at=1) for host in self._routers]
+        addresses = [await self._stack.enter_async_context(each) for each in distant]
+        self.clients.append(await self._stack.enter_async_context(Client(addresses)))
         routers = ", ".join(f"{self.network.address(host)}:{GRPC}" for host in self._routers)
         for name, host in self._workers.items():
             address = self.network.address(host)
@@ -241,21 +245,28 @@ async def service(shared: Service) -> AsyncIterator[Service]:
         assert not any(map(fallbacks_of, asked))
 
 
-async def test_real_answers_go_on_without_the_host_that_decodes_them(tmp_path: Path) -> None:
-    service = Service((0,), {"prefill-0": 0, "decode-0": 1}, tmp_path)
+async def test_real_answers_go_on_without_a_link_and_then_without_a_host(tmp_path: Path) -> None:
+    service = Service((0,), {"prefill-0": 1, "decode-0": 2}, tmp_path)
+    network = service.network
     prompts = [[20 + (x * x + place) % 200 for x in range(200)] for place in range(3)]
-    expected, asked = ([Asked(prompt, LONG) for prompt in prompts] for _ in range(2))
+    without_kv, whole, without_decode = ([Asked(x, LONG) for x in prompts] for _ in range(3))
     async with service.running(VLLM):
-        async with service.reading(expected):
+        network.change(CUT, [1], [2])
+        async with service.reading(without_kv):
             pass
-        async with service.reading(asked):
-            service.network.split(1)
-        assert [x.token_ids for x in asked] == [x.token_ids for x in expected]
-        for before, after in zip(expected, asked, strict=True):
-            assert (workers_of([before]), fallbacks_of(before)) == ({"decode-0"}, ())
-            assert (workers_of([after]), len(fallbacks_of(after))) == ({"prefill-0"}, 1)
-        service.network.heal()
+        network.heal()
         await service.until_whole()
+        async with service.reading(whole):
+            pass
+        async with service.reading(without_decode):
+            network.split(2)
+        network.heal()
+        await service.until_whole()
+    for asked in (without_kv, without_decode):
+        assert [x.token_ids for x in asked] == [x.token_ids for x in whole]
+    assert (workers_of(whole), {fallbacks_of(x) for x in whole}) == ({"decode-0"}, {()})
+    assert {step for x in without_kv for step in fallbacks_of(x)} == {"aggregated:transfer_failed"}
+    assert {fallbacks_of(x) for x in without_decode} == {("aggregated:worker_failed",)}
 
 
 async def test_answers_of_a_decode_host_that_is_cut_off_go_on_at_another(service: Service) -> None:
@@ -326,6 +337,14 @@ async def test_each_side_of_a_split_serves_with_what_it_has(service: Service) ->
     assert workers_of(await service.ask(router=0)) <= {"prefill-0", "decode-0"}
     assert workers_of(await service.ask(router=1)) == {"decode-1"}
     assert len(here) == len(there)
+
+
+async def test_a_client_that_does_not_reach_its_router_goes_on_at_another(service: Service) -> None:
+    """The prefill host is at its side."""
+    both = len(ROUTERS)
+    async with service.answers(4, router=both):
+        service.network.split(0)
+    await service.ask(router=both)
 
 
 async def test_a_split_that_comes_and_goes_loses_nothing(service: Service) -> None:
