@@ -36,6 +36,13 @@ _fraction = _number(Fraction, 0.0, "a factor such as 1/8 or 0.5")
 _whole = _number(int, 0, "a whole number from 0 up")
 _count = _number(int, 1, "a whole number from 1 up")
 
+
+def _few(text: str) -> Any:
+    if text in "123456789" and len(text) == 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 9")
+
+
 # Options: names, metavar, type, default, help. A metavar of "" is a flag, one of "+" repeats.
 
 _Option = tuple[str, str, Any, Any, str]
@@ -68,7 +75,13 @@ _LOAD: Final[tuple[_Option, ...]] = (
     ("--blocks:total_blocks", "N", _count, 8192, "of KV in a worker"),
     ("--slo-ttft", "MS", _positive, 1000.0, "limit"),
     ("--slo-tpot", "MS", _positive, 100.0, "limit"),
-    ("--costs", "FILE", Path, None, "step_s, prefill_s, decode_s, transfer_s as JSON, in seconds"),
+    (
+        "--costs",
+        "FILE",
+        Path,
+        None,
+        "step_s, prefill_s, decode_s, transfer_s, far_transfer_s as JSON, in seconds",
+    ),
     _SEED,
     _JSON,
 )
@@ -145,7 +158,11 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         ("--set", "KEY=VALUE", "+", (), "of the configuration"),
         _JSON,
     ),
-    "simulate": (*_WORKERS, *_LOAD),
+    "simulate": (
+        *_WORKERS,
+        ("--regions", "N", _few, 1, "over which the workers are spread; the router is in one"),
+        *_LOAD,
+    ),
     "plan": (
         ("--target", "SHARE", _positive, 0.99, "of requests that keep the SLOs"),
         ("--price", "X", _positive, None, "of a worker's hour"),

@@ -298,6 +298,9 @@ def simulate(args: argparse.Namespace) -> int:
         progress.step("simulating")
         result = run_simulation(setup, config, trace, shape, progress)
     _print_replay(result, as_json=args.json)
+    if not args.json and "decoded_away" in result.target:
+        rows = [[f"{result.target[x]:.1%}" for x in ("kv_between_regions", "decoded_away")]]
+        print_table(["KV between regions", "decoded away from the router"], rows)
     return OK
 
 

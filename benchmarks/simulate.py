@@ -35,11 +35,11 @@ from workers.fake.settings import FakeKv, FakeSettings
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
     from pathlib import Path
 
     from benchmarks.client import Piece, Request
-    from benchmarks.metrics import Summary
+    from benchmarks.metrics import RequestRecord, Summary
     from benchmarks.progress import Progress
     from benchmarks.replay import ReplayResult
     from benchmarks.traces import Shape
@@ -55,7 +55,8 @@ _OF_ENGINE: Final = ("model", "kv", "block_size", "total_blocks", "max_num_seqs"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Seconds of an engine step: `step_s`, and so much for each prompt token and each request that
-    decodes in it. `transfer_s` passes between the end of prefill and the first decode step.
+    decodes in it. `transfer_s` passes between the end of prefill and the first decode step, and
+    `far_transfer_s` more between regions.
 
     The defaults are those of the demo model on one core of a server from 2023.
     """
@@ -64,6 +65,7 @@ class Costs:
     prefill_s: float = 0.00004
     decode_s: float = 0.0002
     transfer_s: float = 0.002
+    far_transfer_s: float = 0.1
 
     @classmethod
     def read(cls, path: Path) -> Costs:
@@ -76,11 +78,13 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A service and its load: requests come at `rate_per_s`, as the trace spaces them."""
+    """A service and its load: requests come at `rate_per_s`, as the trace spaces them. The router
+    is in the first of `regions`, over which the workers of each role are spread in turn."""
 
     prefill: int = 0
     decode: int = 0
     aggregated: int = 0
+    regions: int = 1
     costs: Costs = Costs()
     max_num_seqs: int = 64
     total_blocks: int = 8192
@@ -200,9 +204,28 @@ def simulate(
         result = runner.run(serve())
     return replace(
         result,
-        target={**result.target, "name": setup.name},
+        target={**result.target, "name": setup.name, **_crossings(setup, result.records)},
         settings={**result.settings, **asdict(setup), "policy": config.policy},
     )
+
+
+def _region(setup: Setup, number: int) -> str:
+    return f"r{number % setup.regions}"
+
+
+def _crossings(setup: Setup, records: Iterable[RequestRecord]) -> dict[str, float]:
+    """Return the share of answers whose KV crossed regions, and of those that were decoded away
+    from the router. Nothing with one region."""
+    found = [record.receipt for record in records if record.receipt]
+    if setup.regions == 1 or not found:
+        return {}
+    places = [
+        [str(receipt[name]).rpartition("@")[2] for name in ("prefill_worker", "decode_worker")]
+        for receipt in found
+    ]
+    crossed = sum(bool(x["transport"]) and p != d for x, (p, d) in zip(found, places, strict=True))
+    away = sum(decode != _region(setup, 0) for _, decode in places)
+    return {"kv_between_regions": crossed / len(found), "decoded_away": away / len(found)}
 
 
 async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _SimulatedTarget:
@@ -212,15 +235,18 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
         lease_s=_NEVER_S,
         health=config.health,
         connect=connect_in_process(services),
+        topology={"region": _region(setup, 0)},
     )
     server = RequestServer(make_services(config, fleet, RouterMetrics(config.slo), DecisionLog(1)))
-    workers = [(role, n) for role in Role for n in range(getattr(setup, role.value))]
+    workers = [(role, n) for role in map(Role, _ROLES) for n in range(getattr(setup, role))]
     for role, number in workers:
-        name = f"{role}-{number}"
+        region = _region(setup, number)
+        name = f"{role}-{number}" + (f"@{region}" if setup.regions > 1 else "")
         settings = FakeSettings(
             max_num_seqs=setup.max_num_seqs,
             total_blocks=setup.total_blocks,
             **asdict(setup.costs),
+            far_producers=f"*@r[!{region[1:]}]" if setup.regions > 1 else "",
             kv=None if role is Role.AGGREGATED else FakeKv(instance_id=name, host=""),
         )
         service = services[name] = WorkerService(FakeEngine(_MODEL, settings), role, name)
@@ -228,7 +254,7 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
         engine = await service.start()
         told: dict[str, Any] = {field: getattr(engine, field) for field in _OF_ENGINE}
         told |= dict.fromkeys(("worker_id", "instance_id", "address", "session_address"), name)
-        fleet.register(WorkerInfo(role=role, **told))
+        fleet.register(WorkerInfo(role=role, topology={"region": region}, **told))
     await stack.enter_async_context(fleet)
     await stack.enter_async_context(background("admit", server.admit_queued))
     # Let workers and router meet, so that the first request finds them ready.

@@ -215,6 +215,28 @@ class SloConfig(_Section, frozen=True):
     reject_factor: Annotated[float, Meta(ge=0, le=1000)] = 0.0
 
 
+class TopologyConfig(_Section, frozen=True):
+    """Where a process runs, in names of your own. Routers prefer workers of their own region and
+    zone, and pairs of workers that are near each other. Empty: not told.
+
+    region: Label of the region.
+    zone: Label of the zone.
+    rack: Label of the rack.
+    host: Label of the host.
+    """
+
+    region: str = ""
+    zone: str = ""
+    rack: str = ""
+    host: str = ""
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Those that are set."""
+        found = {level: str(getattr(self, level)) for level in self.__struct_fields__}
+        return {level: label for level, label in found.items() if label}
+
+
 class RolesConfig(_Section, frozen=True):
     """When the router moves workers between prefill and decode.
 
@@ -276,6 +298,7 @@ class RouterConfig(_Section, frozen=True):
     access: Who may connect. API keys of clients are under `tenants`.
     roles: The autoscaler of roles.
     health: When a worker that is alive gets no work.
+    topology: Where the router runs.
     batch: Files and batches.
     retry_tokens_per_s: Retry budget of a model: prompt and output tokens computed again a second
         after failures, on average. Requests beyond it fail with 503. 0: no limit.
@@ -312,6 +335,7 @@ class RouterConfig(_Section, frozen=True):
     access: RouterAccessConfig = RouterAccessConfig()
     roles: RolesConfig = RolesConfig()
     health: HealthConfig = HealthConfig()
+    topology: TopologyConfig = TopologyConfig()
     batch: BatchConfig = BatchConfig()
     retry_tokens_per_s: Amount = 20000.0
     otlp_endpoint: Endpoint = ""
@@ -417,6 +441,7 @@ class WorkerConfig(_Section, frozen=True):
     cores: CPU cores to pin the engine to. Empty: not pinned.
     gpus: GPUs that the engine may use, by NVML index. Empty: all visible ones.
     kv: How KV blocks travel between workers.
+    topology: Where the worker runs.
     access: Who may connect.
     engine_args: Engine arguments of vLLM, under vLLM's names.
     adapters: LoRA adapters: directories by the name under which they are served. Sets `enable_lora`
@@ -439,6 +464,7 @@ class WorkerConfig(_Section, frozen=True):
     cores: tuple[Count, ...] = ()
     gpus: tuple[Count, ...] = ()
     kv: KvConfig = KvConfig()
+    topology: TopologyConfig = TopologyConfig()
     access: AccessConfig = AccessConfig()
     engine_args: dict[str, object] = {}
     adapters: dict[Text, Text] = {}

@@ -381,7 +381,8 @@ class WorkerInfo:
     `session_address` the sessions of routers. `settings` are what else of its engine bears on
     speed; `debug_address` is its HTTP listener's, or "". `max_loras` is how many LoRA adapters run
     at a time, 0 if the engine takes none. `unsupported_fields` are sampling parameters that the
-    engine refuses.
+    engine refuses. `topology` has the labels of where it runs: region, zone, rack and host, as far
+    as they are configured.
     """
 
     worker_id: str
@@ -400,6 +401,7 @@ class WorkerInfo:
     session_address: str = ""
     max_loras: int = 0
     unsupported_fields: tuple[str, ...] = ()
+    topology: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -209,6 +209,7 @@ worker_to_pb, _worker_from_pb = _codec(
     kv=_KV,
     settings=_MAP,
     unsupported_fields=_TUPLE,
+    topology=_MAP,
 )
 _REQUIRED = (
     *("worker_id", "instance_id", "address", "block_size", "total_blocks", "max_num_seqs"),

@@ -113,6 +113,7 @@ class RegistryService(RegistryServicer):
         fleet, now = self._fleet, self._fleet.now()
         return w.ListWorkersResponse(
             workers=[self._entry(member, now) for member in fleet.members.values()],
+            topology=fleet.topology,
             roles=[
                 w.ModelNote(model=x, text=v.text)
                 for x, v in sorted(self._roles.items())

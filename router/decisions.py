@@ -116,6 +116,7 @@ def _candidate_to_pb(
         reserved_blocks=candidate.reserved_blocks,
         cached_tokens=decision.cached.get(candidate.worker_id, 0),
         why_not=reasons.get(candidate.worker_id, ""),
+        topology=candidate.info.topology,
     )
     for phase, board in (("prefill", decision.prefill), ("decode", decision.decode)):
         if board is None or candidate not in board.totals:

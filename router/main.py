@@ -150,6 +150,7 @@ class RouterServer:
                 lease_s=config.lease_s,
                 dialer=dialer(config.access),
                 health=config.health,
+                topology=config.topology.labels,
                 token_gaps=partial(metrics.histogram, "inter_token_latency_seconds"),
             )
         )

@@ -242,6 +242,7 @@ class WorkerServer(WorkerServicer):
             pid=os.getpid(),
             engine=engine.name,
             settings={**machine, **engine.settings},
+            topology=self._config.topology.labels,
             **addresses,
         )
 

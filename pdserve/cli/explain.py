@@ -13,6 +13,7 @@ from pdserve.cli.options import (
     add_seconds,
     add_service_options,
     channel_to,
+    place_of,
     plain,
     say,
     table_of,
@@ -84,9 +85,10 @@ def show(request: a.ExplainedRequest, console: Console) -> None:
                 key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(_total(c) or 0.0))
             )
         shown, others = ranked[:MOST_SHOWN], ranked[MOST_SHOWN:]
-        cells = [_cells(c, asked_prefix=decision.asked_prefix) for c in shown]
+        cells = [_cells(c, decision) for c in shown]
         numbers = ("prompt", "blocks", "run+wait", "cached", "total")
-        table = table_of("", ("worker", "role"), numbers, cells, notes="scores, or why not")
+        names = ("worker", "role", *(["where"] if _has_places(decision) else []))
+        table = table_of("", names, numbers, cells, notes="scores, or why not")
         for row, candidate in zip(table.rows, shown, strict=True):
             row.style = "bold" if candidate.worker_id in chosen else None
         console.print(table)
@@ -107,15 +109,20 @@ def _outcome(decision: a.PlacementDecision) -> str:
     return f"aggregated on {decision.decode}"
 
 
-def _cells(candidate: a.PlacementCandidate, *, asked_prefix: bool) -> tuple[object, ...]:
+def _has_places(decision: a.PlacementDecision) -> bool:
+    return any(c.topology for c in decision.candidates)
+
+
+def _cells(candidate: a.PlacementCandidate, decision: a.PlacementDecision) -> tuple[object, ...]:
     load, total = candidate.load, _total(candidate)
     return (
         candidate.worker_id,
         wire.role_from_pb(candidate.role).value,
+        *([place_of(candidate.topology)] if _has_places(decision) else []),
         candidate.outstanding_tokens,
         f"{candidate.reserved_blocks}/{candidate.total_blocks}",
         f"{load.num_running_reqs}+{load.num_waiting_reqs}" if candidate.HasField("load") else None,
-        candidate.cached_tokens if asked_prefix else None,
+        candidate.cached_tokens if decision.asked_prefix else None,
         None if total is None else f"{total:.3f}",
         candidate.why_not or _scores(candidate),
     )

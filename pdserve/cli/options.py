@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 from google.protobuf.json_format import MessageToDict
 
-from pdserve.config import Config, all_keys, load_config, read_yaml, refuse
+from pdserve.config import Config, TopologyConfig, all_keys, load_config, read_yaml, refuse
 from pdserve.errors import Unavailable
 from pdserve.rpc import Dialer, error_from_rpc, has_error
 from pdserve.security.tls import tls_dialer
@@ -220,6 +220,12 @@ def plain(message: Message) -> dict[str, Any]:
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+
+
+def place_of(topology: Mapping[str, str]) -> str:
+    """Return the labels of where a process runs as one word, the region first."""
+    levels = TopologyConfig.__struct_fields__
+    return "/".join(topology[level] for level in levels if level in topology)
 
 
 def say(text: str) -> None:

@@ -15,6 +15,7 @@ from pdserve.cli.options import (
     add_service_options,
     channel_to,
     dialer_from,
+    place_of,
     plain,
     say,
     table_of,
@@ -71,6 +72,7 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     rows = [_row(*pair) for pair in zip(workers, answers, strict=True)]
     return {
         "workers": rows,
+        "topology": dict(listed.topology),
         "unpaired": _unpaired(workers),
         "slower_kv": _slower_kv(rows),
         "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
@@ -146,7 +148,8 @@ def _show(address: str, found: dict[str, Any]) -> None:
     if not workers:
         console.print(f"no worker is registered at {address}")
         return
-    console.print(load_table(f"workers of {address}", workers))
+    where = f" in {place}" if (place := place_of(found["topology"])) else ""
+    console.print(load_table(f"workers of {address}{where}", workers))
     if cells := [_kv_cells(row) for row in workers if row["kv"]]:
         title, caption = "KV blocks pinned for transfers", "pinned = in flight + leased"
         figures = ("pinned", "in flight", "leased", "links", "moved", "failed", "debug")
@@ -193,11 +196,15 @@ def _until(ejected: Row) -> str:
 
 
 def load_table(title: str, workers: Sequence[Row]) -> Table:
+    places = [place_of(row["topology"]) for row in workers]
+    cells = [_load_cells(row) for row in workers]
+    if any(places):
+        cells = [(name, place, *rest) for place, (name, *rest) in zip(places, cells, strict=True)]
     return table_of(
         title,
-        ("worker", "role", "state", "model"),
+        ("worker", *(["where"] if any(places) else []), "role", "state", "model"),
         ("running", "waiting", "KV", "placed", "up"),
-        [_load_cells(row) for row in workers],
+        cells,
         caption="KV: cache in use; placed: requests and tokens that this router placed",
     )
 

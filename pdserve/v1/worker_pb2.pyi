@@ -70,8 +70,15 @@ class KvEndpoint(_message.Message):
     def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address", "session_address", "max_loras", "unsupported_fields")
+    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address", "session_address", "max_loras", "unsupported_fields", "topology")
     class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class TopologyEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +101,7 @@ class WorkerInfo(_message.Message):
     SESSION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     UNSUPPORTED_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     role: Role
@@ -110,7 +118,8 @@ class WorkerInfo(_message.Message):
     session_address: str
     max_loras: int
     unsupported_fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ..., max_loras: _Optional[int] = ..., unsupported_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    topology: _containers.ScalarMap[str, str]
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ..., max_loras: _Optional[int] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., topology: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "path", "model")
@@ -299,16 +308,25 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation")
+    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology")
+    class TopologyEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     EJECTED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     DISAGGREGATION_FIELD_NUMBER: _ClassVar[int]
+    TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
     roles: _containers.RepeatedCompositeFieldContainer[ModelNote]
     disaggregation: _containers.RepeatedCompositeFieldContainer[ModelNote]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ...) -> None: ...
+    topology: _containers.ScalarMap[str, str]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ModelNote(_message.Message):
     __slots__ = ("model", "text")

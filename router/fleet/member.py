@@ -26,7 +26,7 @@ class Member:
     worker's own verdict on its machine, `gone` the reason of its loss, `replaced` the instance id
     of the start before this one. `adapters` are the LoRA adapters that the worker reported, by key,
     and `resident` those that this router used last, at most `max_loras` unless more are in use,
-    with their open streams.
+    with their open streams. `away` is how far it is from the router (placement/topology.py).
     """
 
     info: WorkerInfo
@@ -48,6 +48,7 @@ class Member:
     adapters_retry_at: float = 0.0
     resident: dict[str, int] = field(default_factory=dict)
     breaker: Breaker = field(default_factory=Breaker)
+    away: str = ""
     stalls: StallDetector = field(default_factory=StallDetector)
     kind: KvKind = field(init=False, repr=False)
 
@@ -127,4 +128,5 @@ class Member:
             self.reserved_blocks + self.foreign_blocks,
             self.adapters.keys(),
             self.resident.copy() if self.resident else NO_ADAPTERS,
+            self.away,
         )

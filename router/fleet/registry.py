@@ -23,6 +23,7 @@ from router.background import background
 from router.fleet.connection import WorkerConnection, connect_over_tcp
 from router.fleet.health import TICK_S, Breaker, OutlierEjection, PausingClock
 from router.fleet.member import Member
+from router.placement.topology import apart
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pdserve.types import Adapter, KvReport, ModelInfo, WorkerInfo, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
     from router.fleet.connection import Connect
+    from router.placement.topology import Topology
     from router.placement.values import Candidate
     from router.prefix import PrefixWatcher
 
@@ -54,7 +56,8 @@ class Fleet:
     router loads or unloads now.
 
     `token_gaps` returns the histogram of a model's gaps between tokens. With `watches` the prefix
-    cache of each worker is indexed. `clock` is the event loop's by default. An async context
+    cache of each worker is indexed. `clock` is the event loop's by default, `topology` has
+    the router's labels. An async context
     manager: inside, connections are open and leases end; leaving it closes all connections and
     waits for their tasks.
     """
@@ -70,7 +73,9 @@ class Fleet:
         connect: Connect | None = None,
         token_gaps: Callable[[str], Histogram] | None = None,
         clock: Callable[[], float] | None = None,
+        topology: Topology | None = None,
     ) -> None:
+        self.topology = topology or {}
         self.members: dict[str, Member] = {}
         self.adapters: dict[str, Adapter] = {}
         self.changing: set[str] = set()
@@ -188,7 +193,8 @@ class Fleet:
                     )
 
     def _add(self, info: WorkerInfo, before: Member | None) -> None:
-        member = Member(info, breaker=Breaker(self.health.eject_s))
+        away = apart(self.topology, info.topology)
+        member = Member(info, breaker=Breaker(self.health.eject_s), away=away)
         if before is not None and before.info.instance_id != info.instance_id:
             member.replaced = before.info.instance_id
         self.members[info.worker_id] = member

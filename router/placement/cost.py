@@ -34,6 +34,7 @@ from pdserve.step_moments import (
 )
 from pdserve.types import Role
 from router.admission import LatencyEstimate
+from router.placement.topology import PRIOR_S, apart
 from router.placement.values import MemberState, Prediction
 
 if TYPE_CHECKING:
@@ -294,6 +295,7 @@ class CostModel:
         self._queues: dict[str, _PromptQueue] = {}  # by worker
         self._means: dict[str, RequestMeans] = {}  # by model
         self._transfers: dict[tuple[str, str], _Mean] = {}
+        self._distances: dict[tuple[str, str], _Mean] = {}  # by model and topology.apart
 
     def step_model(self, worker_id: str) -> StepModel | None:
         """Return the step model of a registered worker."""
@@ -366,7 +368,7 @@ class CostModel:
         first = self._first_token_s(worker.worker_id, work, beside)
         transfer_s: float | None = 0.0
         if prefill is not None:
-            transfer_s = self._transfer_s(demand.model, (prefill.worker_id, decode.worker_id))
+            transfer_s = self._transfer_s(demand.model, prefill, decode)
         if first is None or transfer_s is None:
             return None
         queue_s, prefill_s = first
@@ -467,6 +469,10 @@ class CostModel:
         means.answered_at = now
         if receipt.transport:
             means.transfer_s.add(exposed_s)
+            found = map(self._fleet.members.get, (receipt.prefill_worker, receipt.decode_worker))
+            prefill, decode = [{} if x is None else x.info.topology for x in found]
+            key = (model, apart(prefill, decode))
+            self._distances.setdefault(key, _Mean()).add(exposed_s)
             pair = (receipt.prefill_worker, receipt.decode_worker)
             self._transfers[pair] = self._transfers.pop(pair, _Mean())
             self._transfers[pair].add(exposed_s)
@@ -491,13 +497,22 @@ class CostModel:
         done_s = min(self._clock() - queue.head_since, head_s)
         return max(0.0, together_s - done_s - alone_s), alone_s
 
-    def _transfer_s(self, model: str, pair: tuple[str, str]) -> float | None:
-        """Return the mean wait for KV between two workers, or of the model."""
-        means = self._means.get(model)
-        for mean in (self._transfers.get(pair), None if means is None else means.transfer_s):
+    def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
+        """Return the mean wait for KV between workers as far apart as these, assumed while too
+        little was measured; 0 for those that their labels do not tell apart."""
+        level = apart(prefill.info.topology, decode.info.topology)
+        mean = self._distances.get((model, level)) if level else None
+        return mean.value if mean is not None and mean.count >= MIN_SAMPLES else PRIOR_S[level]
+
+    def _transfer_s(self, model: str, prefill: Candidate, decode: Candidate) -> float | None:
+        """Return the mean wait for KV between two workers, or between all as far apart. Return None
+        if nothing was measured, and their labels do not tell them apart."""
+        level = apart(prefill.info.topology, decode.info.topology)
+        pair = self._transfers.get((prefill.worker_id, decode.worker_id))
+        for mean in (pair, self._distances.get((model, level))):
             if mean is not None and mean.count >= MIN_SAMPLES:
                 return mean.value
-        return None
+        return PRIOR_S[level] if level else None
 
     def _gaps(self, model: str) -> float:
         means = self._means.get(model)

@@ -29,6 +29,7 @@ from router.placement.filters import (
     prefer,
     what_is_missing,
 )
+from router.placement.topology import PRIOR_S, apart, nearness
 from router.placement.values import (
     NO_TOKENS_CACHED,
     Cached,
@@ -39,6 +40,7 @@ from router.placement.values import (
     PlacementContext,
     Predictor,
     Scoreboard,
+    Scorer,
     Weights,
 )
 
@@ -50,6 +52,11 @@ if TYPE_CHECKING:
 UNKNOWN = 0.5
 # Weight of the scorer `adapter`, beside those of the policy, for requests with a LoRA adapter.
 ADAPTER_WEIGHT = 0.3
+# Weight of the scorer `local`, if workers are away from the router.
+LOCAL_WEIGHT = 0.3
+# Weight of the distance of a pair. More, because a pair sends KV and a worker only tokens: a pair
+# far away is better than half of one.
+PAIR_WEIGHT = 0.5
 # Scores that differ by less are equal: sums of ratios differ in the last bit.
 _EQUAL = 1e-9
 # Of a larger pool this many workers are scored for each phase. The best of 64 random ones is among
@@ -107,14 +114,22 @@ def adapter(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
     return [1.0 if demand.adapter in c.resident else score for c, score in pairs]
 
 
+def local(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
+    """1 where the router is, less where labels say that the worker is farther away."""
+    return [nearness(PRIOR_S[c.away]) for c in workers]
+
+
 def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]) -> list[float]:
     return [UNKNOWN if c.load is None else value(c.info, c.load) for c in workers]
 
 
 def score(workers: Workers, weights: Weights, demand: Demand, cached: Cached) -> Scoreboard:
-    if weights and demand.adapter:
-        others = ((scorer, weight * (1 - ADAPTER_WEIGHT)) for scorer, weight in weights)
-        weights = ((adapter, ADAPTER_WEIGHT), *others)
+    more: list[tuple[Scorer, float]] = [(adapter, ADAPTER_WEIGHT)] if demand.adapter else []
+    if any(c.away for c in workers):
+        more.append((local, LOCAL_WEIGHT))
+    if weights and more:
+        left = 1 - sum(weight for _, weight in more)
+        weights = (*more, *((scorer, weight * left) for scorer, weight in weights))
     totals, columns = dict.fromkeys(workers, 0.0 if weights else 1.0), []
     for scorer, weight in weights:
         column = scorer(workers, demand, cached)
@@ -153,7 +168,7 @@ class Policy:
         if demand.prefill_only:
             self._place_prefill(decision, found)
             return decision
-        self._place_pair(decision, found)
+        self._place_pair(decision, found, context)
         placement = decision.placement
         if placement is not None and placement.prefill is not None:
             if self.prefill_on == "decode_worker":
@@ -173,7 +188,7 @@ class Policy:
             decision.totals = decision.prefill.totals
             decision.placement = Placement(best(decision.totals, tried, decision.turn))
 
-    def _place_pair(self, decision: Decision, found: Eligible) -> None:
+    def _place_pair(self, decision: Decision, found: Eligible, context: PlacementContext) -> None:
         demand, turn, cached = decision.demand, decision.turn, decision.cached
         if not found.has_pair and not found.aggregated:
             raise Unavailable(what_is_missing(demand.wanted, found.prefills, found.decodes))
@@ -193,9 +208,18 @@ class Policy:
         prefills += [c for c in tried if c not in producers]
         prefill = score(prefills, self.prefill, demand, cached)
         decode = score(tried, self.decode, demand, cached)
-        winners = {key: best(prefill.totals, x, turn) for key, x in drawn.items()}
-        partner = {c: winners[id(producers[c])] if c in producers else c for c in tried}
-        totals = {c: (decode.totals[c] + prefill.totals[partner[c]]) / 2 for c in tried}
+        partner: dict[Candidate, Candidate] = {}
+        totals: dict[Candidate, float] = {}
+        winners: dict[object, tuple[Candidate, float]] = {}
+        for c in tried:
+            if c in producers:
+                key = (id(producers[c]), *c.info.topology.items())
+                if key not in winners:
+                    winners[key] = _nearest(prefill, drawn[id(producers[c])], c, decision, context)
+                partner[c], prefill_score = winners[key]
+            else:
+                partner[c], prefill_score = c, prefill.totals[c]
+            totals[c] = (decode.totals[c] + prefill_score) / 2
         chosen = best(totals, tried, turn)
         producer = partner[chosen]
         decision.decode, decision.prefill, decision.totals = decode, prefill, totals
@@ -216,6 +240,28 @@ class Policy:
         chance = random.Random(2 * turn + salt)
         others = chance.sample(workers, self.most_scored - len(holders))
         return list(dict.fromkeys(holders + others))
+
+
+def _nearest(
+    board: Scoreboard,
+    producers: Workers,
+    decode: Candidate,
+    decision: Decision,
+    context: PlacementContext,
+) -> tuple[Candidate, float]:
+    """Return the best prefill worker for decode workers where `decode` is, and its score, less what
+    the distance of the pair costs."""
+    totals = board.totals
+    if decode.info.topology and board.weights:
+        totals = dict(totals)
+        for c in producers:
+            if context.cost is None:
+                seconds = PRIOR_S[apart(c.info.topology, decode.info.topology)]
+            else:
+                seconds = context.cost.distance_s(decision.demand.model, c, decode)
+            totals[c] -= PAIR_WEIGHT * (1 - nearness(seconds))
+    winner = best(totals, producers, decision.turn)
+    return winner, totals[winner]
 
 
 _LEAST_LOADED = Policy(
@@ -267,8 +313,10 @@ def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> 
         return
     lowest = best({c: -p.cost_s for c, p in remote.items()}, list(remote), decision.turn)
     favourite = remote.get(placement.prefill)
-    if demand.adapter and favourite and not beats(remote[lowest].cost_s, favourite.cost_s):
-        lowest = placement.prefill  # it has the adapter, which costs do not count
+    # It has the adapter, which costs do not count, or is nearer, which they hardly do.
+    is_preferred = demand.adapter or apart(lowest.info.topology, placement.prefill.info.topology)
+    if is_preferred and favourite and not beats(remote[lowest].cost_s, favourite.cost_s):
+        lowest = placement.prefill
     decision.placement, decision.predictions = Placement(decode, lowest), list(remote.values())
     aggregated = costs.predict(demand, None, decode, cached)
     if aggregated is not None:

@@ -81,7 +81,8 @@ class Candidate(Struct, eq=False):
     `kind` tells which workers it can exchange KV with. `load` is None until the worker reported it.
     This router's own placements are always known: `outstanding_tokens` of prompts not yet
     prefilled, `reserved_blocks` of KV, and in `resident` the open streams of each LoRA adapter that
-    was last used there. `adapters` are the keys of those that are loaded.
+    was last used there. `adapters` are the keys of those that are loaded. `away` is how far it is
+    from the router (topology.py).
     """
 
     worker_id: str
@@ -96,6 +97,7 @@ class Candidate(Struct, eq=False):
     reserved_blocks: int
     adapters: Container[str] = ()
     resident: Mapping[str, int] = NO_ADAPTERS
+    away: str = ""
 
     @property
     def used(self) -> float:
@@ -195,6 +197,10 @@ class Predictor(Protocol):
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
     ) -> Prediction | None:
         """Return None while too little was measured."""
+        ...
+
+    def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
+        """Return the wait for KV between workers as far apart as these."""
         ...
 
 

@@ -31,6 +31,7 @@ from tests.integration.test_cluster import LONG, PLAIN, PROMPT
 from tests.integration.test_drain import restart
 from tests.integration.test_role_changes import under_load
 from tests.processes import a_router, a_worker
+from tests.up_process import run_cli
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -337,3 +338,14 @@ async def test_a_router_without_the_model_has_its_tokenizer_from_the_worker(tmp_
                 assert answer.status == 200, await answer.text()
                 usage = (await answer.json())["usage"]
             assert usage["prompt_tokens"] == len(wanted)
+
+
+async def test_status_says_where_routers_and_workers_run() -> None:
+    async with (
+        a_router(**{"topology.zone": "b"}) as router,
+        a_worker(routers=f"[{router.grpc}]", **{"topology.region": "eu", "topology.zone": "a"}),
+    ):
+        await until_workers(router.grpc, 1)
+        told = await asyncio.to_thread(run_cli, "status", "--grpc", router.grpc)
+    assert f"workers of {router.grpc} in b" in told.stdout
+    assert "eu/a" in told.stdout

@@ -616,6 +616,10 @@ class FakeEngine:
         try:
             async with asyncio.timeout(self._kv.receive_timeout_s):
                 handoff = await _fetch(address, phase)
+                if matches(self._settings.far_producers, phase.producer_instance_id):
+                    far_s = self._settings.far_transfer_s
+                    await asyncio.sleep(far_s)
+                    handoff = structs.replace(handoff, exposed_s=handoff.exposed_s + far_s)
         except (TransferFailed, OSError, TimeoutError, ValueError) as error:
             if not isinstance(error, TransferFailed):
                 error = TransferFailed(f"the link to {address} broke before the KV had arrived")

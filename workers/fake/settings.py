@@ -52,8 +52,9 @@ class FakeSettings(FakeFaults, frozen=True, kw_only=True):
 
     A step takes `step_s`, `prefill_s` for each prompt token in it, and `decode_s` for each request
     that decodes in it. With `clock_text`, tokens read as the time at which their step ended
-    (CLOCK_MONOTONIC, s), so that a reader can tell their age. With `prefix_cache`, the blocks of
-    prompts are cached. `kv` is None if KV cannot leave the engine.
+    (CLOCK_MONOTONIC, s), so that a reader can tell their age. KV from producers whose instance ids
+    match the pattern `far_producers` takes `far_transfer_s` longer. With `prefix_cache`, the blocks
+    of prompts are cached. `kv` is None if KV cannot leave the engine.
     """
 
     block_size: Count = 16
@@ -65,6 +66,8 @@ class FakeSettings(FakeFaults, frozen=True, kw_only=True):
     decode_s: Seconds = 0.0
     step_s: Seconds = 0.0
     transfer_s: Seconds = 0.0
+    far_transfer_s: Seconds = 0.0
+    far_producers: str = ""
     clock_text: bool = False
     prefix_cache: bool = False
     kv: FakeKv | None = None

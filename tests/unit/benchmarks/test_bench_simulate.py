@@ -62,6 +62,31 @@ def test_aggregated_workers_move_no_kv() -> None:
     assert result.to_json()["target"]["name"] == "2A"
 
 
+@pytest.mark.parametrize("policy", ["slo_aware", "least_loaded"])
+def test_a_router_uses_its_region_and_spills_over_under_load(policy: str) -> None:
+    found = []
+    trace = drawn_trace(40, 10, requests=80, seed=1)
+    for rate_per_s in (0.5, 400.0):
+        config = load_config(None, {"router.policy": policy}).router
+        setup = Setup(
+            prefill=2,
+            decode=2,
+            regions=2,
+            costs=COSTS,
+            requests=80,
+            rate_per_s=rate_per_s,
+            max_num_seqs=8,
+            slo_s={"ttft": 1.0, "tpot": 0.1},
+        )
+        result = simulate(setup, config, trace, Shape(), Progress())
+        assert result.summary().ok == 80
+        found.append([result.target[name] for name in ("decoded_away", "kv_between_regions")])
+    (idle_away, idle_crossed), (busy_away, busy_crossed) = found
+    assert (idle_away, idle_crossed) == (0.0, 0.0)
+    assert 0.2 < busy_away < 0.6  # half of the workers are there
+    assert busy_crossed < 0.25  # at random, half of the pairs
+
+
 def test_lengths_can_be_drawn_instead_of_read() -> None:
     trace = drawn_trace(500, 200, requests=2000, seed=1)
     assert trace == drawn_trace(500, 200, requests=2000, seed=1)

@@ -42,6 +42,16 @@ def decision(**changes: object) -> a.PlacementDecision:
     return a.PlacementDecision(candidates=[PASSED_OVER, SCORED], **{**values, **changes})
 
 
+def test_labels_are_shown_where_a_worker_has_them() -> None:
+    near = a.PlacementCandidate()
+    near.CopyFrom(SCORED)
+    near.topology.update(region="eu", zone="a")
+    told = a.PlacementDecision(decode="d0", candidates=[PASSED_OVER, near])
+    rows = {x.split()[0]: x.split() for x in printed(told).splitlines() if x.strip()}
+    assert rows["d0"][1:4] == ["decode", "eu/a", "0"]
+    assert "where" not in printed(decision(decode="d0"))
+
+
 def test_a_decision_shows_scores_reasons_and_predictions() -> None:
     predictions = [
         a.PlacementPrediction(prefill="p0", decode="d0", seconds={"ttft_s": 0.12}),

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import io
+
+from rich.console import Console
+
 from pdserve import wire
 from pdserve.cli import status
 from pdserve.types import KvLedger, KvReport
 from pdserve.v1 import worker_pb2 as w
+
+
+def row(name: str, **labels: str) -> dict[str, object]:
+    info = w.WorkerInfo(worker_id=name, role=w.ROLE_DECODE, topology=labels)
+    return status._row(w.WorkerEntry(info=info, state="ready"), w.WorkerStatus(ledger=w.KvLedger()))
+
+
+def test_workers_are_shown_with_their_labels_where_one_has_any() -> None:
+    rows = [row("d0", zone="a", region="eu"), row("d1")]
+    console = Console(file=io.StringIO(), width=160)
+    for shown in (rows, rows[1:]):
+        console.print(status.load_table("workers", shown))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count("where") == 1
+    assert "eu/a" in text
 
 
 def test_pairs_that_use_a_slower_transport_are_named_by_their_workers() -> None:
