@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PROBE_TIMEOUT_S: Final = 30.0
 _ERROR_BODY_BYTES: Final = 4096
+# What a record keeps of an answer's usage.
+_COUNTS: Final = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +213,7 @@ def _pieces(event: Mapping[str, Any], counted: int) -> list[Piece]:
     usage, tokens = event.get("usage"), None
     if usage:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        usage = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
-        usage["cached_tokens"] = cached
+        usage = {name: usage.get(name) for name in _COUNTS} | {"cached_tokens": cached}
         tokens = (usage["completion_tokens"] or 0) - counted
     both: dict[str, Any] = {"usage": usage, "receipt": (event.get("pdserve") or {}).get("receipt")}
     found = []
@@ -280,7 +281,7 @@ class GrpcTarget(Target):
 
 
 def piece_of(delta: Delta | AnswerDelta) -> Piece:
-    receipt = None
+    receipt, usage = None, delta.usage
     if delta.receipt is not None:
         receipt = asdict(delta.receipt)
         receipt["fallbacks"] = list(receipt["fallbacks"])  # as JSON has it
@@ -291,6 +292,6 @@ def piece_of(delta: Delta | AnswerDelta) -> Piece:
         text=delta.text,
         finish_reason=None if delta.finish_reason is None else str(delta.finish_reason),
         logprobs=tuple(x.sampled.logprob for x in delta.logprobs),
-        usage=None if delta.usage is None else asdict(delta.usage),
+        usage=None if usage is None else {name: getattr(usage, name) for name in _COUNTS},
         receipt=receipt,
     )
