@@ -30,7 +30,7 @@ async def fetch_tokenizer(fleet: Fleet, model: ModelInfo) -> Tokenizer:
     if not model.tokenizer:
         raise ConfigError("its workers have none that a router can use", field="model")
     failure = "no worker is there"
-    for member in fleet.of_model(model.name):
+    for member in (*fleet.of_model(model.name), *fleet.pooling(model.name)):
         if member.lost:
             continue
         try:

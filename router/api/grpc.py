@@ -14,6 +14,7 @@ from pdserve.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
+    ModelNotFound,
     PdserveError,
     UnknownField,
     wait_s,
@@ -23,7 +24,9 @@ from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
 from router.answer import ParsedDelta, served
+from router.api import openai
 from router.api.auth import EVERYONE
+from router.api.bodies import encode, read
 from router.api.open_requests import END_S
 from router.api.preprocess import (
     CHAT_ROLES,
@@ -49,6 +52,12 @@ logger = logging.getLogger(__name__)
 
 # Deltas that may wait for a client that reads slower than its answer is made.
 MAX_UNSENT_DELTAS = 2048
+_CHOICES = {
+    g.TOOL_CHOICE_UNSPECIFIED: "auto",
+    g.TOOL_CHOICE_AUTO: "auto",
+    g.TOOL_CHOICE_NONE: "none",
+    g.TOOL_CHOICE_REQUIRED: "required",
+}
 
 
 class Generation(GenerationServicer):
@@ -83,6 +92,11 @@ class Generation(GenerationServicer):
     async def _generate(self, request: g.GenerateRequest, context: Context) -> None:
         with self._open_requests.enter() as open_request:
             tenant = self._keys.tenant_of(_metadata(context, "authorization"))
+            if name := request.adapter:
+                adapter = self._generator.adapters().get(name)
+                if adapter is None or request.model not in ("", adapter.model):
+                    text = f"adapter {name!r} of model {request.model!r} is not served"
+                    raise ModelNotFound(text, field="adapter")
             made = await self._preprocessor.prepare(
                 read_request(request, timeout_s=context.time_remaining()),
                 tenant=tenant,
@@ -178,8 +192,17 @@ def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Pars
     request_id = request.request_id
     if request_id:
         check_request_id(request_id, field="request_id")
+    options: dict[str, Any] = {}
+    if isinstance(prompt, Conversation):
+        prompt.tools, options = _tools(request)
+        if request.HasField("enable_thinking"):
+            prompt.variables = {"enable_thinking": request.enable_thinking}
+        if request.HasField("include_reasoning"):
+            options["include_reasoning"] = request.include_reasoning
+    elif request.tools:
+        raise InvalidRequest("tools need messages", field="tools")
     return ParsedRequest(
-        model=request.model,
+        model=request.adapter or request.model,
         prompt=prompt,
         sampling=wire.sampling_from_pb(request.sampling, default_max_tokens=OPEN_ENDED),
         request_id=request_id or new_request_id("gen-"),
@@ -190,7 +213,33 @@ def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Pars
         resume=tuple(request.resume_token_ids),
         given={field.name for field, _ in request.sampling.ListFields()},
         cache_salt=request.cache_salt,
+        parsing_options=options,
     )
+
+
+def _tools(request: g.GenerateRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return tools and options as the HTTP API reads them, from the fields of its JSON."""
+    tools = []
+    for i, tool in enumerate(request.tools):
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description:
+            function["description"] = tool.description
+        if tool.parameters_json:
+            at = f"tools[{i}].parameters_json"
+            function["parameters"] = openai.read_object(tool.parameters_json, at)
+        if tool.HasField("strict"):
+            function["strict"] = tool.strict
+        tools.append({"type": "function", "function": function})
+    choice: Any = _CHOICES.get(request.tool_choice)
+    if request.tool_choice == g.TOOL_CHOICE_NAMED:
+        choice = {"type": "function", "function": {"name": request.tool_name}}
+    elif choice is None or request.tool_name:
+        field = "tool_choice" if choice is None else "tool_name"
+        raise InvalidRequest(f"{field} has a value that is not defined", field=field)
+    parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None
+    fields = {"tools": tools or None, "tool_choice": choice, "parallel_tool_calls": parallel}
+    body = read(openai.ToolFields, encode(fields))
+    return openai.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
 def _prompt(request: g.GenerateRequest) -> tuple[Prompt, str]:
@@ -223,7 +272,23 @@ def _messages(chat: g.ChatMessages) -> Conversation:
                 f"'{field}' must be one of {', '.join(CHAT_ROLES)}, not {message.role!r}",
                 field=field,
             )
-    return Conversation([ChatMessage(x.role, x.content) for x in chat.messages])
+    return Conversation([_message(x, f"messages[{i}]") for i, x in enumerate(chat.messages)])
+
+
+def _message(message: g.ChatMessage, field: str) -> ChatMessage:
+    calls = [
+        openai.ToolCall(openai.CalledFunction(x.name, x.arguments), x.id).parse(
+            f"{field}.tool_calls[{i}]"
+        )
+        for i, x in enumerate(message.tool_calls)
+    ]
+    return ChatMessage(
+        message.role,
+        message.content,
+        reasoning=message.reasoning or None,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id or None,
+    )
 
 
 def refuse_unknown_fields(message: Message, at: str = "") -> None:

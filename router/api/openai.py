@@ -319,6 +319,13 @@ class CalledFunction(Strict):
     arguments: Annotated[str, Meta(description="JSON text of an object.")]
 
 
+def read_object(text: str, field: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        refuse(field, f"is not the JSON text of an object: {error}")
+
+
 class ToolCall(Strict):
     """A tool call of an earlier answer."""
 
@@ -329,11 +336,8 @@ class ToolCall(Strict):
 
     def parse(self, field: str) -> dict[str, Any]:
         """Return the call with its arguments as an object, as chat templates want it."""
-        at = f"{field}.function.arguments"
-        try:
-            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError) as error:
-            refuse(at, f"is not the JSON text of an object: {error}")
+        text = self.function.arguments or "{}"
+        arguments = read_object(text, f"{field}.function.arguments")
         called = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": called}
 
@@ -409,11 +413,24 @@ class NamedTool(Strict):
 MAX_TOOLS = 512
 MAX_SCHEMA_DEPTH = 64  # more could overflow the stack of the grammar's compiler
 
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | None,
+    Meta(description="auto by default. Forced calls follow the schema of their arguments."),
+]
+ParallelCalls = Annotated[bool | None, Meta(description="False: at most one call in an answer.")]
+
+
+class ToolFields(Body):
+    """The fields of tools alone."""
+
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: ParallelCalls = None
+
 
 def read_tools(
-    tools: Sequence[Tool] | None,
-    choice: Literal["none", "auto", "required"] | NamedTool | None,
-    parallel: bool | None,
+    tools: Sequence[Tool] | None, choice: ToolChoice, parallel: bool | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the tools for the chat template, none of them if none may be called, and the options
     of parsing. Raises InvalidRequest naming the field."""
@@ -511,14 +528,9 @@ class ChatRequest(_OpenAiBody, kw_only=True):
     reasoning_effort: Effort = None
     add_generation_prompt: Begins = None
     continue_final_message: Continues = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        Meta(description="auto by default. Forced calls follow the schema of their arguments."),
-    ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, Meta(description="False: at most one call in an answer.")
-    ] = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: ParallelCalls = None
     include_reasoning: Annotated[
         bool | None, Meta(description="False: reasoning is left out of the answer.")
     ] = None

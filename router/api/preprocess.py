@@ -39,7 +39,7 @@ MAX_PROMPT_LOGPROBS = 1 << 15
 OPEN_ENDED = 1 << 30
 # Values of router.tool_call_parser and router.reasoning_parser that are no names of parsers.
 AUTO, NONE = "auto", "none"
-CHAT_ROLES = ("system", "developer", "user", "assistant")
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 

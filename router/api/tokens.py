@@ -44,7 +44,7 @@ class TokenizeRequest(Body, kw_only=True):
             refuse("prompt", "or 'messages' is required")
         if self.prompt is not None and self.messages:
             refuse("messages", "cannot be combined with prompt")
-        return self.prompt or conversation(self)
+        return conversation(self) if self.prompt is None else self.prompt
 
 
 class DetokenizeRequest(Body, kw_only=True):

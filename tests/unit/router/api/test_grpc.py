@@ -80,7 +80,6 @@ BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
     (g.GenerateRequest(messages=g.ChatMessages()), INVALID, VALUE, "messages"),
     (says("robot"), INVALID, VALUE, "messages[0].role"),
     (says(""), INVALID, VALUE, "messages[0].role"),
-    (says("tool"), INVALID, VALUE, "messages[0].role"),
     (ids(1, 300), INVALID, VALUE, "token_ids"),
     (ids(*[1] * 64), INVALID, TOO_LONG, "token_ids"),
     (ask(text="a" * 5000), INVALID, TOO_LONG, "text"),

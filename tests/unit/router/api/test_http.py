@@ -526,7 +526,8 @@ async def test_the_cache_salt_goes_with_the_request(apis: Apis) -> None:
 async def test_tokens_and_text_are_turned_into_each_other(
     apis: Apis, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
-    for body, text in (({"prompt": "hi"}, "hi"), (chat(), "<|user|>hi<|assistant|>")):
+    chatted = chat(), "<|user|>hi<|assistant|>"
+    for body, text in (({"prompt": "hi"}, "hi"), ({"prompt": ""}, ""), chatted):
         status, answer = await apis.post("/tokenize", body)
         ids = list(token_ids(text))
         assert (status, answer["tokens"], answer["count"]) == (200, ids, len(ids))

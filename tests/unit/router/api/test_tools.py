@@ -6,12 +6,17 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import anthropic
+import grpc
 import pytest
 from scripted import CHAT, MODEL, RECEIPT, VOCAB_SIZE, Apis, ScriptedGenerator, chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pdserve.types import FinishReason, ModelInfo, Parsing, Usage
+from pdserve import rpc
+from pdserve.types import Adapter, FinishReason, ModelInfo, Parsing, Usage
+from pdserve.v1 import generation_pb2 as g
+from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router.answer import ParsedDelta, ToolCallDelta
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -371,3 +376,80 @@ async def test_calls_and_results_of_a_history_are_shown_alike(
         f"<tools>{json.dumps([TOOL])}</tools><user>Time?"
         "<assistant>So.<tool_call>get_time(Oslo)</tool_call><tool>noonc1<user>Ok?"
     )
+
+
+def grpc_request(**changes: Any) -> g.GenerateRequest:
+    history = [
+        g.ChatMessage(role="user", content="Time?"),
+        g.ChatMessage(
+            role="assistant",
+            tool_calls=[g.ToolCall(id="c1", name="get_time", arguments='{"city": "Oslo"}')],
+        ),
+        g.ChatMessage(role="tool", content="noon", tool_call_id="c1"),
+    ]
+    tool = g.Tool(name="get_time", parameters_json='{"type": "object"}')
+    values = {"messages": g.ChatMessages(messages=history), "tools": [tool], **changes}
+    return g.GenerateRequest(**values)
+
+
+async def test_grpc_carries_tools_and_reasoning(apis: Apis, model_dir: Path) -> None:
+    asked = grpc_request(
+        tool_choice=g.TOOL_CHOICE_NAMED,
+        tool_name="get_time",
+        parallel_tool_calls=False,
+        enable_thinking=True,
+    )
+    async with rpc.PLAIN.open_channel(apis.grpc_address) as channel:
+        answer = [x async for x in GenerationStub(channel).Generate(asked, timeout=WAIT_S)]
+    (request,) = apis.generator.requests
+    ids = list(request.prompt_token_ids)
+    assert Tokenizer.from_file(str(model_dir / "tokenizer.json")).decode(ids) == (
+        f"<tools>{json.dumps([TOOL])}</tools><user>Time?"
+        "<assistant><tool_call>get_time(Oslo)</tool_call><tool>noonc1<think>"
+    )
+    assert request.parsing is not None
+    assert request.parsing.reasoning_parser == "deepseek_v3"
+    assert json.loads(request.parsing.request_json) == {
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "get_time"}},
+        "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    assert "".join(x.reasoning for x in answer) == "I need it."
+    assert "".join(x.text for x in answer) == "\n"
+    calls = [call for x in answer for call in x.tool_calls]
+    assert [(x.index, x.id, x.name) for x in calls if x.name] == [
+        (0, "call-1", "get_time"),
+        (1, "2", "b"),
+    ]
+    assert "".join(x.arguments for x in calls if not x.index) == '{"city": "Oslo"}'
+    assert answer[-1].usage.reasoning_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"messages": None, "text": "hi"}, "tools"),
+        ({"tools": [g.Tool(name="a b")]}, "tools[0].function.name"),
+        ({"tools": [g.Tool(name="a", parameters_json="[]")]}, "tools[0].parameters_json"),
+        ({"tool_choice": g.TOOL_CHOICE_NAMED, "tool_name": "x"}, "tool_choice.function.name"),
+        ({"tool_name": "get_time"}, "tool_name"),
+        ({"adapter": "nonesuch"}, "adapter"),
+    ],
+)
+async def test_wrong_grpc_fields_are_refused_by_name(
+    apis: Apis, changes: dict[str, Any], field: str
+) -> None:
+    async with rpc.PLAIN.open_channel(apis.grpc_address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await GenerationStub(channel).Generate(grpc_request(**changes), timeout=WAIT_S).read()
+    assert rpc.error_from_rpc(refusal.value).field == field
+
+
+async def test_grpc_names_an_adapter(apis: Apis) -> None:
+    apis.generator.loaded["a1"] = Adapter("a1", "d", "/a1", MODEL)
+    async with rpc.PLAIN.open_channel(apis.grpc_address) as channel:
+        asked = grpc_request(model=MODEL, adapter="a1")
+        async for _ in GenerationStub(channel).Generate(asked, timeout=WAIT_S):
+            pass
+    assert apis.generator.requests[0].adapter == apis.generator.loaded["a1"]

@@ -1,0 +1,107 @@
+"""Forced tool calls through a service with one prefill and one decode worker, on real tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from pdserve.demo import MODEL_DIR
+from tests.patience import START_S
+from tests.up_process import UpProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# As the templates of Hermes models; the demo's weights do not matter where a grammar decides.
+TEMPLATE = (
+    "{% if tools %}<|system|>Tools: {{ tools | map(attribute='function.name') | join(', ') }}"
+    "<|end|>{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}<|assistant|>"
+)
+
+
+def tool(name: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TIME = tool("get_time", zone={"enum": ["utc", "cet"]}, hour={"type": "integer", "maximum": 23})
+NOTE = tool("write_note", text={"type": "string", "minLength": 60, "maxLength": 80})
+NAMED = {"type": "function", "function": {"name": "write_note"}}
+ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Note it."}], "temperature": 0.0}
+
+
+class Service:
+    def __init__(self, up: UpProcess) -> None:
+        self.ready: dict[str, Any] = up.wait_until_serving(within_s=START_S)
+        url = f"{self.ready['http']}/v1"
+        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+    def ask(self, **values: Any) -> Any:
+        return self.client.chat.completions.create(**{"tools": [TIME, NOTE], **ASKED, **values})
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    model = tmp_path_factory.mktemp("tools") / "model"
+    shutil.copytree(MODEL_DIR, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    flags = ("--model-name", "demo", "--http-port", "0", "--grpc-port", "0")
+    up = UpProcess(tmp_path_factory.mktemp("up"), "--model", str(model), *flags)
+    try:
+        yield Service(up)
+        up.send(signal.SIGINT)
+        assert up.wait() == 0, up.output
+        assert up.survivors() == [], "the parser process ends with its router"
+    finally:
+        up.close()
+
+
+def arguments_of(call: Any) -> Any:
+    return json.loads(call.function.arguments)
+
+
+def test_a_required_call_follows_its_schema_through_prefill_and_decode(service: Service) -> None:
+    answer = service.ask(tool_choice="required", tools=[TIME])
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    for call in choice.message.tool_calls:
+        assert call.function.name == "get_time"
+        arguments = arguments_of(call)
+        assert arguments["zone"] in {"utc", "cet"}
+        assert arguments["hour"] <= 23
+    assert answer.model_extra["pdserve"]["receipt"]["decode_worker"] == "decode-0"
+
+
+def test_a_named_call_is_one_call_of_that_function(service: Service) -> None:
+    (call,) = service.ask(tool_choice=NAMED).choices[0].message.tool_calls
+    assert call.function.name == "write_note"
+    assert 60 <= len(arguments_of(call)["text"]) <= 80
+
+
+def test_a_forced_call_goes_on_when_its_decode_worker_is_killed(service: Service) -> None:
+    expected = service.ask(tool_choice=NAMED).choices[0].message.tool_calls[0].function.arguments
+    (pid,) = [x["pid"] for x in service.ready["workers"] if x["role"] == "decode"]
+    found, receipt = "", None
+    for chunk in service.ask(tool_choice=NAMED, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            was_short = len(found) < len(expected) / 4
+            found += call.function.arguments or ""
+            if was_short and len(found) >= len(expected) / 4:
+                os.kill(pid, signal.SIGKILL)
+        receipt = (chunk.model_extra or {}).get("pdserve", receipt)
+    assert found == expected
+    assert receipt is not None
+    assert receipt["receipt"]["fallbacks"], "the worker died in the middle"
