@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from pdserve.demo import MODEL_DIR
 from tests.patience import START_S
@@ -17,11 +18,13 @@ from tests.up_process import UpProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 # As the templates of Hermes models; the demo's weights do not matter where a grammar decides.
 TEMPLATE = (
     "{% if tools %}<|system|>Tools: {{ tools | map(attribute='function.name') | join(', ') }}"
-    "<|end|>{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "<|end|>{% endif %}{% if enable_thinking %}{# writes <think> #}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "<|end|>{% endfor %}<|assistant|>"
 )
@@ -44,7 +47,8 @@ ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Note it."}],
 
 
 class Service:
-    def __init__(self, up: UpProcess) -> None:
+    def __init__(self, up: UpProcess, model: Path) -> None:
+        self.model = model
         self.ready: dict[str, Any] = up.wait_until_serving(within_s=START_S)
         url = f"{self.ready['http']}/v1"
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -57,16 +61,29 @@ class Service:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     model = tmp_path_factory.mktemp("tools") / "model"
     shutil.copytree(MODEL_DIR, model)
+    _add_thinking(model / "tokenizer.json")
     (model / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     flags = ("--model-name", "demo", "--http-port", "0", "--grpc-port", "0")
     up = UpProcess(tmp_path_factory.mktemp("up"), "--model", str(model), *flags)
     try:
-        yield Service(up)
+        yield Service(up, model)
         up.send(signal.SIGINT)
         assert up.wait() == 0, up.output
         assert up.survivors() == [], "the parser process ends with its router"
     finally:
         up.close()
+
+
+def _add_thinking(path: Path) -> None:
+    """Make the markup of reasoning of two tokens that stand for bytes which no text here has."""
+    values = json.loads(path.read_text("utf-8"))
+    vocabulary = values["model"]["vocab"]
+    for byte, markup in (("¡", "<think>"), ("¢", "</think>")):
+        if markup not in vocabulary:
+            token = {**values["added_tokens"][0], "id": vocabulary.pop(byte), "content": markup}
+            vocabulary[markup] = token["id"]
+            values["added_tokens"].append(token)
+    path.write_text(json.dumps(values), "utf-8")
 
 
 def arguments_of(call: Any) -> Any:
@@ -89,6 +106,25 @@ def test_a_named_call_is_one_call_of_that_function(service: Service) -> None:
     (call,) = service.ask(tool_choice=NAMED).choices[0].message.tool_calls
     assert call.function.name == "write_note"
     assert 60 <= len(arguments_of(call)["text"]) <= 80
+
+
+def test_a_forced_call_begins_after_the_reasoning_on_both_workers(service: Service) -> None:
+    """The answer continues after thoughts that are told as tokens: they end there, or do not."""
+    thoughts = Tokenizer.from_file(str(service.model / "tokenizer.json")).encode(
+        "<think>I need the time.</think>", add_special_tokens=False
+    )
+
+    def ask(tokens: list[int]) -> Any:
+        more = {"resume_token_ids": tokens, "chat_template_kwargs": {"enable_thinking": True}}
+        answer = service.ask(tool_choice=NAMED, max_tokens=150, extra_body=more)
+        assert answer.model_extra["pdserve"]["receipt"]["decode_worker"] == "decode-0"
+        return answer.choices[0].message
+
+    (call,) = ask(thoughts.ids).tool_calls
+    assert 60 <= len(arguments_of(call)["text"]) <= 80
+    thinking = ask(thoughts.ids[:-1])
+    assert thinking.tool_calls is None
+    assert thinking.reasoning
 
 
 def test_a_forced_call_goes_on_when_its_decode_worker_is_killed(service: Service) -> None:
