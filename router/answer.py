@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from pdserve import types as t
 
@@ -43,6 +43,20 @@ class ParsedDelta(AnswerDelta):
 
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+def pieces(delta: AnswerDelta) -> Iterator[tuple[str | int, str, ToolCallDelta | None]]:
+    """Return what a delta adds: the kind, "reasoning", "text" or the number of a call, the text,
+    and the piece of the call."""
+    if isinstance(delta, ParsedDelta):
+        if delta.reasoning:
+            yield "reasoning", delta.reasoning, None
+        if delta.text:
+            yield "text", delta.text, None
+        for call in delta.tool_calls:
+            yield call.index, call.arguments, call
+    elif delta.text:
+        yield "text", delta.text, None
 
 
 class Out(Protocol):

@@ -17,7 +17,7 @@ from pdserve.types import (
     SamplingParams,
     StructuredOutput,
 )
-from router.answer import ParsedDelta
+from router.answer import pieces
 from router.api.bodies import (
     NO_EFFECT,
     GenerateBody,
@@ -33,12 +33,10 @@ from router.api.bodies import (
 from router.api.openai import (
     MAX_TOOLS,
     Extension,
-    Function,
-    NamedFunction,
     NamedTool,
-    Tool,
+    function_tool,
+    named_tool,
     read_tools,
-    whole_calls,
 )
 from router.api.preprocess import ParsedRequest
 
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.errors import PdserveError
-    from pdserve.types import GenerateRequest, Usage
+    from pdserve.types import GenerateRequest
     from router.answer import AnswerDelta, ToolCallDelta
     from router.api.sinks import Writer
 
@@ -132,15 +130,6 @@ class CustomTool(Strict):
     cache_control: _Ignored = None
     eager_input_streaming: _Ignored = None
 
-    def parse(self) -> Tool:
-        function = Function(
-            name=self.name,
-            description=self.description,
-            parameters=self.input_schema,
-            strict=self.strict,
-        )
-        return Tool(function=function, type="function")
-
 
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
@@ -221,7 +210,8 @@ class CountTokensRequest(GenerateBody, kw_only=True):
         for i, given in enumerate(self.tools or ()):
             if given.get("type", "custom") not in ("custom", None):
                 raise not_supported(f"tools[{i}]", f"a tool of type {given['type']!r}")
-            tools.append(convert(given, CustomTool, f"tools[{i}]").parse())
+            tool: CustomTool = convert(given, CustomTool, f"tools[{i}]")
+            tools.append(function_tool(tool.name, tool.description, tool.input_schema, tool.strict))
         choice, parallel = None, None
         if self.tool_choice is not None:
             choice = _choice(self.tool_choice)
@@ -267,8 +257,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     def writer(self, request_id: str, made: Sequence[GenerateRequest]) -> Writer:
         (request,) = made
-        kind = MessageEvents if self.stream else WholeMessage
-        return kind(request_id, request.served_name, len(request.prompt_token_ids))
+        tokens, is_stream = len(request.prompt_token_ids), bool(self.stream)
+        return MessageWriter(request_id, request.served_name, tokens, is_stream=is_stream)
 
 
 def _choice(choice: ToolChoice) -> Literal["none", "auto", "required"] | NamedTool:
@@ -276,7 +266,7 @@ def _choice(choice: ToolChoice) -> Literal["none", "auto", "required"] | NamedTo
         case "tool":
             if choice.name is None:
                 refuse("tool_choice.name", "is required with type tool")
-            return NamedTool(function=NamedFunction(name=choice.name), type="function")
+            return named_tool(choice.name)
         case "any":
             return "required"
         case "auto":
@@ -311,179 +301,117 @@ class MessageBody(Struct, kw_only=True):
     role: str = "assistant"
     stop_reason: str | None = None
     stop_sequence: str | None = None
-    pdserve: Extension | msgspec.UnsetType = msgspec.UNSET
-
-
-class _Stop(Struct):
-    stop_reason: str
-    stop_sequence: str | None
+    pdserve: Extension | None = None
 
 
 _REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
+# By the kind of a block: its fields when it begins, the type of its deltas, and their field.
+_BLOCKS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "text": ({"type": "text", "text": ""}, "text_delta", "text"),
+    "reasoning": (
+        {"type": "thinking", "thinking": "", "signature": ""},
+        *("thinking_delta", "thinking"),
+    ),
+    "call": ({"type": "tool_use", "input": {}}, "input_json_delta", "partial_json"),
+}
 
 
-def _stop_of(delta: AnswerDelta, *, calls: bool) -> _Stop:
-    assert delta.finish_reason is not None
-    if calls and delta.finish_reason is FinishReason.STOP:
-        return _Stop("tool_use", None)
-    if isinstance(delta.stop_reason, str):
-        return _Stop("stop_sequence", delta.stop_reason)
-    return _Stop(_REASONS.get(delta.finish_reason, "end_turn"), None)
+class MessageWriter:
+    """Collects an answer and encodes its events if it is streamed. State: the message so far, and
+    the block that is open: its kind or the number of its call, its fields and its text."""
 
-
-def _usage(usage: Usage) -> MessageUsage:
-    fresh = usage.prompt_tokens - usage.cached_tokens
-    return MessageUsage(fresh, usage.completion_tokens, usage.cached_tokens)
-
-
-def _arguments(call: ToolCallDelta) -> dict[str, Any]:
-    """Return the arguments of a call; none of one that was cut off."""
-    try:
-        found: dict[str, Any] = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:
-        return {}
-    return found
-
-
-class WholeMessage:
-    """Collects an answer that is not streamed."""
-
-    def __init__(self, request_id: str, model: str, _: int) -> None:
-        self._head = {"id": request_id, "model": model}
-        self._text: list[str] = []
-        self._parsed: list[ParsedDelta] = []
-        self._last: AnswerDelta | None = None
-
-    def write(self, delta: AnswerDelta) -> bytes:
-        self._text.append(delta.text)
-        if isinstance(delta, ParsedDelta):
-            self._parsed.append(delta)
-        if delta.usage is not None:
-            self._last = delta
-        return b""
-
-    def _content(self) -> list[dict[str, Any]]:
-        text = "".join(self._text)
-        thinking = "".join(x.reasoning for x in self._parsed)
-        calls = whole_calls(call for x in self._parsed for call in x.tool_calls)
-        content: list[dict[str, Any]] = []
-        if thinking:
-            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
-        if text.strip() or (text and not calls):
-            content.append({"type": "text", "text": text})
-        for call in calls:
-            used = {"type": "tool_use", "id": call.id, "name": call.name}
-            content.append({**used, "input": _arguments(call)})
-        return content
-
-    def fail(self, error: PdserveError) -> bytes:
-        raise error
-
-    def end(self) -> bytes:
-        last = self._last
-        if last is None or last.usage is None:
-            raise InternalError("the answer ended without a finish reason")
-        content = self._content()
-        stop = _stop_of(last, calls=any(x["type"] == "tool_use" for x in content))
-        return encode(
-            MessageBody(
-                **self._head,
-                content=content,
-                usage=_usage(last.usage),
-                stop_reason=stop.stop_reason,
-                stop_sequence=stop.stop_sequence,
-                pdserve=Extension(last.receipt or Receipt()),
-            )
-        )
-
-
-class MessageEvents:
-    """Encodes an answer as Anthropic's events. State: the number of the open block, or None, and
-    how many there were."""
-
-    def __init__(self, request_id: str, model: str, prompt_tokens: int) -> None:
+    def __init__(self, request_id: str, model: str, prompt_tokens: int, *, is_stream: bool) -> None:
         usage = MessageUsage(prompt_tokens, 0)
-        self._head = MessageBody(id=request_id, model=model, usage=usage, content=[])
-        self._has_begun = self._has_ended = False
-        self._blocks = 0
-        self._calls = False
-        self._open: str | int | None = None  # the kind of the open block, or the number of its call
-        self._before = b""  # of a delta of the open block, up to its text
+        self._message = MessageBody(id=request_id, model=model, usage=usage, content=[])
+        self._is_stream = is_stream
+        self._has_begun = False
+        self._open: str | int | None = None
+        self._block: dict[str, Any] = {}
+        self._text: list[str] = []
+        self._before = b""  # an event of the open block, up to its text
 
     def write(self, delta: AnswerDelta) -> bytes:
         events = b""
         if not self._has_begun:
             self._has_begun = True
-            events = _event("message_start", message=self._head)
-        if isinstance(delta, ParsedDelta):
-            events += self._parsed(delta)
-        elif delta.text:
-            events += self._piece("text", delta.text)
-        if delta.finish_reason is None:
-            return events
-        self._has_ended = True
-        more: dict[str, Any] = {}
-        if delta.usage is not None:
-            more = {"usage": _usage(delta.usage), "pdserve": Extension(delta.receipt or Receipt())}
-        events += self._close() + _event(
-            "message_delta", delta=_stop_of(delta, calls=self._calls), **more
-        )
-        return events + _event("message_stop")
+            events = self._event("message_start", message=self._message)
+        for kind, text, call in pieces(delta):
+            if kind != self._open:
+                events += self._close() + self._begin(kind, call)
+            self._text.append(text)
+            if text and self._is_stream:
+                events += self._before + encode(text) + b"}}\n\n"
+        return events if delta.finish_reason is None else events + self._finish(delta)
 
-    def _parsed(self, delta: ParsedDelta) -> bytes:
-        events = self._piece("thinking", delta.reasoning) if delta.reasoning else b""
-        if delta.text:
-            events += self._piece("text", delta.text)
-        for call in delta.tool_calls:
-            self._calls = True
-            if self._open != call.index:
-                used = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                events += self._begin(call.index, used, b"input_json_delta", b"partial_json")
-            if call.arguments:
-                events += self._before + encode(call.arguments) + b"}}\n\n"
-        return events
-
-    def _piece(self, kind: str, text: str) -> bytes:
-        """Return the events of text in a block of `kind`, which is opened if another is open."""
-        events = b""
-        if self._open != kind:
-            block = {"type": kind, kind: ""}
-            if kind == "thinking":
-                block["signature"] = ""
-            events = self._begin(kind, block, f"{kind}_delta".encode(), kind.encode())
-        return events + self._before + encode(text) + b"}}\n\n"
-
-    def _begin(
-        self, name: str | int, block: dict[str, Any], delta_type: bytes, field: bytes
-    ) -> bytes:
-        events = self._close() + _event(
-            "content_block_start", index=self._blocks, content_block=block
-        )
-        self._open = name
+    def _begin(self, kind: str | int, call: ToolCallDelta | None) -> bytes:
+        fields, delta_type, field = _BLOCKS["call" if call else str(kind)]
+        block = fields if call is None else {**fields, "id": call.id, "name": call.name}
+        self._open, self._block, self._text = kind, dict(block), []
+        number = len(self._message.content)
         self._before = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
-            b'"delta":{"type":"%b","%b":' % (self._blocks, delta_type, field)
+            b'"delta":{"type":"%b","%b":' % (number, delta_type.encode(), field.encode())
         )
-        self._blocks += 1
-        return events
+        return self._event("content_block_start", index=number, content_block=block)
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        text, content = "".join(self._text), self._message.content
+        if self._block["type"] == "tool_use":
+            self._block["input"] = _arguments(text)
+        else:
+            self._block[self._block["type"]] = text
+        content.append(self._block)
         self._open = None
-        return _event("content_block_stop", index=self._blocks - 1)
+        return self._event("content_block_stop", index=len(content) - 1)
+
+    def _finish(self, delta: AnswerDelta) -> bytes:
+        assert delta.finish_reason is not None
+        events, message = self._close(), self._message
+        message.stop_reason = _REASONS.get(delta.finish_reason, "end_turn")
+        is_stop = delta.finish_reason is FinishReason.STOP
+        if is_stop and any(x["type"] == "tool_use" for x in message.content):
+            message.stop_reason = "tool_use"
+        elif isinstance(delta.stop_reason, str):
+            message.stop_reason, message.stop_sequence = "stop_sequence", delta.stop_reason
+        if delta.usage is not None:
+            cached = delta.usage.cached_tokens
+            fresh = delta.usage.prompt_tokens - cached
+            message.usage = MessageUsage(fresh, delta.usage.completion_tokens, cached)
+            message.pdserve = Extension(delta.receipt or Receipt())
+        stop = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        events += self._event(
+            "message_delta", delta=stop, usage=message.usage, pdserve=message.pdserve
+        )
+        return events + self._event("message_stop")
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        if not self._is_stream:
+            return b""
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
 
     def end(self) -> bytes:
-        if not self._has_ended:
+        message = self._message
+        if message.stop_reason is None:
             raise InternalError("the answer ended without a finish reason")
-        return b""
+        if self._is_stream:
+            return b""
+        if message.stop_reason == "tool_use":  # blanks between reasoning and calls are no text
+            message.content = [x for x in message.content if x.get("text", "-").strip()]
+        return encode(message)
 
     def fail(self, error: PdserveError) -> bytes:
         return b"event: error\ndata: %b\n\n" % encode(error_body(error))
 
 
-def _event(name: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; none of one that was cut off."""
+    try:
+        found: dict[str, Any] = msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
+    return found
 
 
 # -- Errors

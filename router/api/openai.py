@@ -410,6 +410,17 @@ class NamedTool(Strict):
     type: Literal["function"]
 
 
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+) -> Tool:
+    function = Function(name=name, description=description, parameters=parameters, strict=strict)
+    return Tool(function=function, type="function")
+
+
+def named_tool(name: str) -> NamedTool:
+    return NamedTool(function=NamedFunction(name=name), type="function")
+
+
 MAX_TOOLS = 512
 MAX_SCHEMA_DEPTH = 64  # more could overflow the stack of the grammar's compiler
 

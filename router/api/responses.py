@@ -22,7 +22,7 @@ from pdserve.types import (
     ServiceClass,
     StructuredOutput,
 )
-from router.answer import ParsedDelta
+from router.answer import pieces
 from router.api.bodies import (
     NO_EFFECT,
     GenerateBody,
@@ -39,15 +39,13 @@ from router.api.openai import (
     CalledFunction,
     Effort,
     Extension,
-    Function,
     JsonObjectFormat,
-    NamedFunction,
-    NamedTool,
     TextFormat,
-    Tool,
     ToolCall,
     chat_logprobs,
     effort_variables,
+    function_tool,
+    named_tool,
     read_tools,
 )
 from router.api.preprocess import OPEN_ENDED, ParsedRequest
@@ -130,15 +128,6 @@ class FunctionTool(Strict, tag_field="type", tag="function"):
     strict: Annotated[
         bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
     ] = None
-
-    def parse(self) -> Tool:
-        function = Function(
-            name=self.name,
-            description=self.description,
-            parameters=self.parameters,
-            strict=self.strict,
-        )
-        return Tool(function=function, type="function")
 
 
 class NamedFunctionTool(Strict):
@@ -244,10 +233,11 @@ class ResponsesRequest(GenerateBody, kw_only=True):
     def parse(self, request_id: str) -> list[ParsedRequest]:
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunctionTool):
-            choice = NamedTool(function=NamedFunction(name=choice.name), type="function")
-        tools, options = read_tools(
-            [x.parse() for x in self.functions()], choice, self.parallel_tool_calls
-        )
+            choice = named_tool(choice.name)
+        functions = [
+            function_tool(x.name, x.description, x.parameters, x.strict) for x in self.functions()
+        ]
+        tools, options = read_tools(functions, choice, self.parallel_tool_calls)
         given: dict[str, Any] = {}
         for name in ("temperature", "top_p", "top_k"):
             if (value := getattr(self, name)) is not None:
@@ -393,7 +383,7 @@ class ResponseBody(Struct, kw_only=True):
 
 
 class _Open(Struct):
-    """The item that an answer adds to: its kind, "message", "reasoning" or the number of a call."""
+    """The item that an answer adds to: its kind, "text", "reasoning" or the number of a call."""
 
     kind: str | int
     item: dict[str, Any]
@@ -432,6 +422,7 @@ class ResponseWriter:
         self._suffix = request_id.removeprefix("resp_")
         self._sequence = 0
         self._open: _Open | None = None
+        self._logprobs: list[Any] = []  # of tokens whose text comes with a later one
         self._has_begun = False
         self._items = body.items()
 
@@ -441,17 +432,13 @@ class ResponseWriter:
             self._has_begun = True
             events += self._event("response.created", response=self._response)
             events += self._event("response.in_progress", response=self._response)
-        if isinstance(delta, ParsedDelta):
-            if delta.reasoning:
-                events += self._more("reasoning", delta.reasoning)
-            if delta.text or delta.logprobs:
-                events += self._more("message", delta.text, chat_logprobs(delta.logprobs))
-            for call in delta.tool_calls:
-                events += self._more(call.index, call.arguments, call=call)
-        elif delta.logprobs:
-            events += self._more("message", delta.text, chat_logprobs(delta.logprobs))
-        elif delta.text:
-            events += self._more("message", delta.text)
+        if delta.logprobs:
+            self._logprobs += chat_logprobs(delta.logprobs)
+        for kind, text, call in pieces(delta):
+            logprobs: list[Any] = []
+            if kind == "text":
+                logprobs, self._logprobs = self._logprobs, []
+            events += self._more(kind, text, logprobs, call)
         if delta.finish_reason is not None:
             events += self._finish(delta)
         return events
@@ -460,8 +447,8 @@ class ResponseWriter:
         self,
         kind: str | int,
         text: str,
-        logprobs: Sequence[Any] = (),
-        call: ToolCallDelta | None = None,
+        logprobs: Sequence[Any],
+        call: ToolCallDelta | None,
     ) -> bytes:
         """Add text to an item of `kind`, which is opened if another is open."""
         events, opened = b"", self._open
@@ -469,14 +456,14 @@ class ResponseWriter:
             events = self._close("completed")
             opened, begun = self._begin(kind, call)
             events += begun
-        if not text and not logprobs:
+        if not text:
             return events
         opened.text.append(text)
         opened.logprobs += logprobs
         if not self._is_stream:
             return b""
         self._sequence += 1
-        more = b',"logprobs":%b' % encode(logprobs) if kind == "message" else b""
+        more = b',"logprobs":%b' % encode(logprobs) if kind == "text" else b""
         return b'%b%b%d%b,"delta":%b}\n\n' % (
             events,
             opened.before,
@@ -530,7 +517,7 @@ class ResponseWriter:
             events = self._of_part(f"{_ARGUMENTS}.done", arguments=part["text"], name=item["name"])
         else:
             item["content"] = [part]
-            is_text = opened.kind == "message"
+            is_text = opened.kind == "text"
             name = "response.output_text.done" if is_text else "response.reasoning_text.done"
             more = {"logprobs": opened.logprobs} if is_text else {}
             events = self._of_part(name, text=part["text"], **more)
@@ -584,7 +571,7 @@ _ARGUMENTS = "response.function_call_arguments"
 
 def _part(opened: _Open) -> dict[str, Any]:
     text = "".join(opened.text)
-    if opened.kind == "message":
+    if opened.kind == "text":
         more = {"annotations": [], "logprobs": opened.logprobs}
         return {"type": "output_text", "text": text, **more}
     return {"type": "reasoning_text", "text": text}
