@@ -23,7 +23,7 @@ import struct
 import subprocess
 import threading
 import time
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _TUN = Path("/dev/net/tun")
+_OWN = "/proc/thread-self/ns/net"
 _FRAME_BYTES = 2048  # more than an MTU of 1500 with its header
 _BURST = 64  # frames of one host before others have their turn
 # A switch drops what would wait longer than this for a link with a limit.
@@ -104,10 +105,6 @@ class Network:
     def address(self, host: int) -> str:
         return f"10.77.0.{10 + host}"
 
-    def host_of(self, address: str) -> int:
-        """Return the host of an address (IP or IP:port)."""
-        return int(address.partition(":")[0].rpartition(".")[2]) - 10
-
     def command(self, host: int, words: Sequence[str]) -> list[str]:
         """Return the command that runs `words` on a host, in the process that runs it."""
         return ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._namespaces[host]}", *words]
@@ -169,19 +166,11 @@ class Network:
         silent, as behind a router, and is not found to be unreachable."""
         lines = ["link set lo up", f"link set eth0 address {_mac(host)}", "link set eth0 up"]
         lines += [f"address add {self.address(host)}/24 dev eth0"]
-        lines += [
-            f"neighbour add {self.address(x)} lladdr {_mac(x)} dev eth0 nud permanent"
-            for x in self.hosts
-            if x != host
-        ]
-        text = "\n".join(lines)
-        done = subprocess.run(
-            self.command(host, ["ip", "-batch", "-"]),
-            input=text,
-            text=True,
-            capture_output=True,
-            check=False,
-        )
+        for x in set(self.hosts) - {host}:
+            at = f"{self.address(x)} lladdr {_mac(x)}"
+            lines.append(f"neighbour add {at} dev eth0 nud permanent")
+        command, text = self.command(host, ["ip", "-batch", "-"]), "\n".join(lines)
+        done = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
         if done.returncode:
             raise OSError(errno.EIO, f"ip: {done.stderr.strip()}")
 
@@ -230,10 +219,10 @@ async def _join(
     writer: asyncio.StreamWriter,
 ) -> None:
     """Connect the socket and carry bytes between it and a connection, until one ends."""
-    with _closing(writer), suppress(OSError):
+    with closing(writer), suppress(OSError):
         await asyncio.get_running_loop().sock_connect(sock, address)
         there_reader, there = await asyncio.open_connection(sock=sock)
-        with _closing(there):
+        with closing(there):
             both = [_copy(reader, there), _copy(there_reader, writer)]
             tasks = [asyncio.ensure_future(each) for each in both]
             try:
@@ -251,17 +240,9 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @contextmanager
-def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        writer.close()
-
-
-@contextmanager
 def _inside(namespace: int) -> Iterator[None]:
     """This thread is in a namespace."""
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    home = os.open(_OWN, os.O_RDONLY)
     try:
         _check(_LIBC.setns(namespace, _CLONE_NEWNET))
         yield
@@ -272,17 +253,21 @@ def _inside(namespace: int) -> Iterator[None]:
 
 def _make_host() -> tuple[int, int]:
     """Make a namespace with a TAP device eth0; return their descriptors. Raises OSError."""
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    try:
-        _check(_LIBC.unshare(_CLONE_NEWNET))
-        namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        device = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
-        request = struct.pack("16sH22x", b"eth0", _IFF_TAP | _IFF_NO_PI)
-        fcntl.ioctl(device, _TUNSETIFF, request)
-        return namespace, device
-    finally:
-        _check(_LIBC.setns(home, _CLONE_NEWNET))
-        os.close(home)
+    home = os.open(_OWN, os.O_RDONLY)
+    with ExitStack() as failed:
+        try:
+            _check(_LIBC.unshare(_CLONE_NEWNET))
+            # The device will be in the namespace where this is opened.
+            device = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
+            failed.callback(os.close, device)
+            request = struct.pack("16sH22x", b"eth0", _IFF_TAP | _IFF_NO_PI)
+            fcntl.ioctl(device, _TUNSETIFF, request)
+            namespace = os.open(_OWN, os.O_RDONLY)
+        finally:
+            _check(_LIBC.setns(home, _CLONE_NEWNET))
+            os.close(home)
+        failed.pop_all()
+    return namespace, device
 
 
 def _check(result: int) -> None:
