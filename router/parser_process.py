@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Importing torch and vLLM; more on a machine that is busy.
 START_S = 120.0
 # Without an answer for so long, the process hangs.
-HANG_S = 10.0
+HANG_S = 20.0  # opening a request may load a tokenizer
 MAX_FAILURES = 1
 COMMAND = (sys.executable, "-m", "workers.parser")
 
@@ -98,7 +98,7 @@ class ParserProcess:
         if not path.exists():
             path.mkdir()
             for name, content in files.items():
-                (path / name).write_bytes(content)
+                (path / Path(name).name).write_bytes(content)
         return str(path)
 
     async def _run(self) -> None:

@@ -93,7 +93,8 @@ class Preprocessor:
 
     `timeout_s` is the deadline of requests that give none, and the latest that one may give.
     `tool_parser` and `reasoning_parser` are keys of the router's configuration. The tokenizer of a
-    model is made once, by `load`, when the first request needs it.
+    model is made once, by `load`, when the first request needs it. Raises ConfigError for a parser
+    that needs vLLM where there is none.
     """
 
     def __init__(
@@ -112,6 +113,13 @@ class Preprocessor:
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._has_vllm = find_spec("vllm") is not None
+        for key, name in (
+            ("tool_call_parser", tool_parser),
+            ("reasoning_parser", reasoning_parser),
+        ):
+            if name not in (AUTO, NONE) and not self._has_vllm:
+                text = f"router.{key}: {name} needs vLLM, which is not installed here"
+                raise ConfigError(text, field=f"router.{key}")
         self._load = load
         self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}  # by digest
 
@@ -173,9 +181,10 @@ class Preprocessor:
         if not (chat.tools or reasoning not in ("", NONE)):
             return None
         if chat.tools and tools in ("", NONE):
-            text = f"'tools': model {model.name} has no parser of tool calls"
-            hint = "; see router.tool_call_parser" if tools == "" else ""
-            raise UnsupportedField(text + hint, field="tools")
+            text = f"'tools': no parser of tool calls is known for model {model.name}"
+            if tools == NONE:
+                text = "'tools': router.tool_call_parser is none"
+            raise UnsupportedField(text, field="tools")
         if not self._has_vllm:
             text = "'tools': the router parses tool calls with vLLM, which is not installed there"
             raise UnsupportedField(text, field="tools")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anthropic
@@ -12,15 +13,19 @@ from scripted import CHAT, MODEL, RECEIPT, VOCAB_SIZE, Apis, ScriptedGenerator, 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve import rpc
-from pdserve.types import Adapter, FinishReason, ModelInfo, Parsing, Usage
+from pdserve.errors import ConfigError, UnsupportedField
+from pdserve.tokenizer import ChatMessage, Conversation, read_files
+from pdserve.tokenizer import Tokenizer as ModelTokenizer
+from pdserve.types import Adapter, FinishReason, ModelInfo, Parsing, SamplingParams, Usage
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router.answer import ParsedDelta, ToolCallDelta
+from router.api import preprocess
+from router.api.preprocess import ParsedRequest, Preprocessor
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import openai
     from openai.types.chat import ChatCompletionChunk
@@ -453,3 +458,25 @@ async def test_grpc_names_an_adapter(apis: Apis) -> None:
         async for _ in GenerationStub(channel).Generate(asked, timeout=WAIT_S):
             pass
     assert apis.generator.requests[0].adapter == apis.generator.loaded["a1"]
+
+
+async def read_tokenizer(model: ModelInfo) -> ModelTokenizer:
+    return ModelTokenizer.load(read_files(Path(model.path)))
+
+
+async def test_without_vllm_tools_are_refused_and_reasoning_is_text(
+    apis: Apis, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="hermes needs vLLM"):
+        Preprocessor(generator.models, timeout_s=1.0, load=read_tokenizer, tool_parser="hermes")
+    without = Preprocessor(generator.models, timeout_s=1.0, load=read_tokenizer)
+    message = [ChatMessage("user", "hi")]
+
+    async def parsing(chat: Conversation) -> Parsing | None:
+        asked = ParsedRequest("", chat, SamplingParams(max_tokens=4), "r")
+        return (await without.prepare(asked)).parsing
+
+    assert await parsing(Conversation(message, variables={"enable_thinking": True})) is None
+    with pytest.raises(UnsupportedField, match="not installed"):
+        await parsing(Conversation(message, tools=[TOOL]))
