@@ -14,6 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from tools import THINK, TOOL_TOKENS, tool_chat
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -21,19 +23,52 @@ _TEXT = Path(__file__).resolve().parent / "text"
 
 END = "<|end|>"  # ends a message and a text of prose: the end-of-sequence token
 PAD = "<|pad|>"
-ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
-SPECIAL_TOKENS = (PAD, END, *ROLE_TOKENS.values())
+ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
+SPECIAL_TOKENS = (PAD, END, *ROLE_TOKENS.values(), *TOOL_TOKENS)
 
-# Renders messages exactly as `spans` does.
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] not in ('system', 'user', 'assistant') -%}"
-    "{{- raise_exception('role must be system, user or assistant') -}}"
-    "{%- endif -%}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
+# Renders messages, tools and `enable_thinking` exactly as `spans` and `tools.system_text` do.
+CHAT_TEMPLATE = """\
+{%- set ns = namespace(system='') -%}
+{%- if messages and messages[0]['role'] == 'system' -%}
+  {%- set ns.system = messages[0]['content'] or '' -%}
+{%- endif -%}
+{%- if tools -%}
+  {%- set ns.system = ns.system + ('\n' if ns.system else '') + 'Tools: [' -%}
+  {%- for tool in tools -%}
+    {%- set f = tool.function -%}
+    {%- set ns.system = ns.system + '{' -%}
+    {%- if f.description -%}
+      {%- set ns.system = ns.system + '"description": ' + f.description|tojson + ', ' -%}
+    {%- endif -%}
+    {%- set ns.system = ns.system + '"name": ' + f.name|tojson + ', "parameters": {' -%}
+    {%- for key, value in (f.parameters.properties if f.parameters else {}).items() -%}
+      {%- set ns.system = ns.system + key|tojson + ': ' + value.type|default('string')|tojson
+          + ('' if loop.last else ', ') -%}
+    {%- endfor -%}
+    {%- set ns.system = ns.system + '}}' + (']' if loop.last else ', ') -%}
+  {%- endfor -%}
+{%- endif -%}
+{%- if enable_thinking -%}
+  {%- set ns.system = ns.system + ('\n' if ns.system else '') + 'Think first.' -%}
+{%- endif -%}
+{%- if ns.system -%}{{- '<|system|>' + ns.system + '<|end|>' -}}{%- endif -%}
+{%- for message in messages -%}
+  {%- if message['role'] not in ('system', 'user', 'assistant', 'tool') -%}
+    {{- raise_exception('role must be system, user, assistant or tool') -}}
+  {%- endif -%}
+  {%- if not (loop.first and message['role'] == 'system') -%}
+    {{- '<|' + message['role'] + '|>' + (message['content'] or '') -}}
+    {%- for call in message['tool_calls'] or [] -%}
+      {%- set arguments = call.function.arguments -%}
+      {{- '<tool_call>{"name": ' + call.function.name|tojson + ', "arguments": '
+          + (arguments if arguments is string else arguments|tojson) + '}</tool_call>'
+          + ('' if loop.last else '\n') -}}
+    {%- endfor -%}
+    {{- '<|end|>' -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
 
 
 def _table(name: str) -> dict:
@@ -43,6 +78,8 @@ def _table(name: str) -> dict:
 _FORMS = {key: tuple(forms) for key, forms in _table("phrases.toml").items()}
 _WORDS = _table("words.toml")
 _UNKNOWN_THINGS = tuple(_WORDS["unknown_things"].split("|"))
+TOOL_SHARE = 0.35  # of the documents
+THINK_SHARE = 0.05  # of the chats without tools
 _LITTLE_WORDS = frozenset(_WORDS["little_words"].split())
 _LISTS = {key: tuple(words.split()) for key, words in _WORDS.items()}
 _ALTERNATIVES = re.compile(r"\(([^()]*\|[^()]*)\)")
@@ -206,7 +243,25 @@ class Corpus:
             else:
                 yield self._join(self._rng.randint(4, 10))
 
+    def kinds(self) -> dict[str, Iterator[Document]]:
+        """Return documents by skill, each without end."""
+        draws: dict[str, Callable[[], Document]] = {
+            "questions": self._exchange,
+            "chats": lambda: self._join(3),
+            "follow-ups": self._with_follow_up,
+            "repeating": lambda: repeat(self._rng, self._words),
+            "recall": lambda: recall(self._rng, self._filler, 3),
+            "tools": self._with_tools,
+        }
+        return {name: iter(draw, None) for name, draw in draws.items()}
+
+    def _with_tools(self) -> Document:
+        said = self._rng.choice(_FORMS["system"]) if self._rng.random() < 0.2 else ""
+        return tool_chat(self._rng, _LISTS, said, self._exchange())
+
     def _document(self) -> Document:
+        if self._rng.random() < TOOL_SHARE:
+            return self._with_tools()
         draw = self._rng.random()
         if draw < 0.13:
             return self._prose()
@@ -264,9 +319,14 @@ class Corpus:
         return self._with_system(tuple(m for _ in range(turns) for m in self._exchange()))
 
     def _with_system(self, document: Document) -> Document:
-        if self._rng.random() < 0.8:
-            return document
-        return (("system", self._rng.choice(_FORMS["system"])), *document)
+        said = "" if self._rng.random() < 0.8 else self._rng.choice(_FORMS["system"])
+        if self._rng.random() < THINK_SHARE:
+            said += "\n" * bool(said) + THINK
+            document = tuple(
+                (role, "<think>I know what to say.</think>" + text if role == "assistant" else text)
+                for role, text in document
+            )
+        return (("system", said), *document) if said else document
 
     def _prose(self) -> Document:
         """A paragraph, sometimes from a later sentence on, or all that is known of a topic."""

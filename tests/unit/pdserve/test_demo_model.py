@@ -85,3 +85,54 @@ def test_long_answer_is_long_and_ends(model: Any, tokenizer: Any) -> None:
     text, ended = greedy(model, tokenizer, ids, limit=400)
     assert ended
     assert len(tokenizer(text, add_special_tokens=False).input_ids) >= 150
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+ASKED = {"role": "user", "content": "What is the weather of Oslo?"}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("messages", "thinks", "expected"),
+    [
+        ([ASKED], False, CALL),
+        (
+            [ASKED],
+            True,
+            f"<think>I need the weather of Oslo, so I call get_weather.</think>{CALL}",
+        ),
+        (
+            [ASKED, CALLED, {"role": "tool", "content": '{"weather": "rain"}'}],
+            False,
+            "The weather of Oslo is rain.",
+        ),
+        ([{"role": "user", "content": "What is 3 + 4?"}], False, "3 + 4 = 7."),
+    ],
+    ids=["call", "thought", "result", "no call"],
+)
+def test_it_calls_tools_where_they_fit(
+    model: Any, tokenizer: Any, messages: list[dict[str, Any]], thinks: bool, expected: str
+) -> None:
+    text = tokenizer.apply_chat_template(
+        messages,
+        tools=[WEATHER],
+        enable_thinking=thinks,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    out = model.generate(torch.tensor([ids]), max_new_tokens=80, do_sample=False)
+    new = out[0, len(ids) :].tolist()
+    assert tokenizer.decode(new, skip_special_tokens=False) == f"{expected}<|end|>"
