@@ -1,4 +1,4 @@
-"""`python -m benchmarks.micro kv|router|tiers|unloaded [--json]`."""
+"""`python -m benchmarks.micro batch|kv|router|tiers|unloaded [--json]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.errors import BenchError
 from benchmarks.progress import Progress
 from benchmarks.report.tables import print_line, print_table
 
-NAMES = ("kv", "router", "tiers", "unloaded")
+NAMES = ("batch", "kv", "router", "tiers", "unloaded")
 
 
 def main() -> int:

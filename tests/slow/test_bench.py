@@ -142,6 +142,11 @@ def test_a_variant_that_cannot_start_says_why(tmp_path: Path) -> None:
             {"router", "cpu_us_per_token", "cpu_us_per_request", "p99_ms"},
         ),
         (
+            "batch",
+            ("--engine", "fake", "--requests", "8", "--rate", "20"),
+            {"ttft p50, ms", "ttft p99, ms", "failed", "lines/s"},
+        ),
+        (
             "unloaded",
             ("--engine", "fake", "--lengths", "64", "--tokens", "8"),
             {"prompt_tokens", "ttft_ms ratio", "e2e_ms ratio"},
