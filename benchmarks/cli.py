@@ -161,6 +161,8 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
     "simulate": (
         *_WORKERS,
         ("--regions", "N", _few, 1, "over which the workers are spread; the router is in one"),
+        ("--scale", "N", _whole, 0, "let workers follow the load, up to N of each role"),
+        ("--cold-start:cold_start_s", "S", _positive, 0.0, "until a worker more is ready"),
         *_LOAD,
     ),
     "plan": (

@@ -12,8 +12,10 @@ import itertools
 import random
 import selectors
 import socket
+from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +24,7 @@ from benchmarks.errors import BenchError, TargetError
 from benchmarks.replay import ReplaySettings, read_json, run_replay
 from benchmarks.traces import Trace, TraceMeta, TraceRequest, shape_workload
 from pdserve import deadline
+from pdserve.deploy.scaling import Bounds, Scaler, ScalingRules
 from pdserve.errors import PdserveError
 from pdserve.types import GenerateRequest, ModelInfo, Role, WorkerInfo
 from router.background import background
@@ -30,12 +33,13 @@ from router.fleet.registry import Fleet
 from router.main import make_services
 from router.metrics import RouterMetrics
 from router.request import RequestServer
+from router.roles import loads_of
 from workers.fake.engine import FakeEngine
 from workers.fake.settings import FakeKv, FakeSettings
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
     from pathlib import Path
 
     from benchmarks.client import Piece, Request
@@ -45,9 +49,12 @@ if TYPE_CHECKING:
     from benchmarks.traces import Shape
     from pdserve.config import RouterConfig
     from router.answer import AnswerDelta
+    from router.fleet.member import Member
+    from router.request import Services
 
 _MODEL: Final = ModelInfo("simulated", "", 1 << 20, 1024, "float32")
 _NEVER_S: Final = 1e9
+_LOOK_S: Final = 1.0
 _TICK_S: Final = 1e-6
 _OF_ENGINE: Final = ("model", "kv", "block_size", "total_blocks", "max_num_seqs")
 
@@ -79,12 +86,16 @@ class Costs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """A service and its load: requests come at `rate_per_s`, as the trace spaces them. The router
-    is in the first of `regions`, over which the workers of each role are spread in turn."""
+    is in the first of `regions`, over which the workers of each role are spread in turn. With
+    `scale` the prefill and decode workers follow the load, from those given up to so many of each
+    role; one more takes `cold_start_s` to start."""
 
     prefill: int = 0
     decode: int = 0
     aggregated: int = 0
     regions: int = 1
+    scale: int = 0
+    cold_start_s: float = 0.0
     costs: Costs = Costs()
     max_num_seqs: int = 64
     total_blocks: int = 8192
@@ -192,19 +203,23 @@ def simulate(
         drain_timeout_s=_NEVER_S,
         slo_s=setup.slo_s,
     )
+    if setup.scale and (setup.aggregated or setup.scale < max(setup.prefill, setup.decode)):
+        raise BenchError("--scale must not be below --prefill and --decode, without --aggregated")
     random.seed(setup.seed)  # of pauses with jitter
+    scaled: list[dict[str, float]] = []
 
     async def serve() -> ReplayResult:
         clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
-            target = await _start(setup, config, stack)
+            target = await _start(setup, config, stack, scaled)
             return await run_replay(settings, target, progress, trace=trace, clock=clock)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         result = runner.run(serve())
     return replace(
         result,
-        target={**result.target, "name": setup.name, **_crossings(setup, result.records)},
+        target={**result.target, "name": setup.name, **_crossings(setup, result.records)}
+        | ({"scaled": scaled} if scaled else {}),
         settings={**result.settings, **asdict(setup), "policy": config.policy},
     )
 
@@ -228,7 +243,10 @@ def _crossings(setup: Setup, records: Iterable[RequestRecord]) -> dict[str, floa
     return {"kv_between_regions": crossed / len(found), "decoded_away": away / len(found)}
 
 
-async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _SimulatedTarget:
+async def _start(
+    setup: Setup, config: RouterConfig, stack: AsyncExitStack, scaled: list[dict[str, float]]
+) -> _SimulatedTarget:
+    """Start router and workers. Changes of the number of workers are added to `scaled`."""
     services: dict[str, WorkerService] = {}
     fleet = Fleet(
         router_id="router",
@@ -237,9 +255,10 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
         connect=connect_in_process(services),
         topology={"region": _region(setup, 0)},
     )
-    server = RequestServer(make_services(config, fleet, RouterMetrics(config.slo), DecisionLog(1)))
-    workers = [(role, n) for role in map(Role, _ROLES) for n in range(getattr(setup, role))]
-    for role, number in workers:
+    router = make_services(config, fleet, RouterMetrics(config.slo), DecisionLog(1))
+    server = RequestServer(router)
+
+    async def add(role: Role, number: int) -> None:
         region = _region(setup, number)
         name = f"{role}-{number}" + (f"@{region}" if setup.regions > 1 else "")
         settings = FakeSettings(
@@ -255,11 +274,65 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
         told: dict[str, Any] = {field: getattr(engine, field) for field in _OF_ENGINE}
         told |= dict.fromkeys(("worker_id", "instance_id", "address", "session_address"), name)
         fleet.register(WorkerInfo(role=role, topology={"region": region}, **told))
+
+    for role in map(Role, _ROLES):
+        for number in range(getattr(setup, role)):
+            await add(role, number)
     await stack.enter_async_context(fleet)
     await stack.enter_async_context(background("admit", server.admit_queued))
+    if setup.scale:
+        follow = partial(_follow_load, setup, router, add, scaled)
+        await stack.enter_async_context(background("scale", follow))
     # Let workers and router meet, so that the first request finds them ready.
     await asyncio.sleep(1.0)
     return _SimulatedTarget(server, config.request_timeout_s)
+
+
+async def _follow_load(
+    setup: Setup,
+    router: Services,
+    add: Callable[[Role, int], Awaitable[None]],
+    scaled: list[dict[str, float]],
+) -> None:
+    """Keep as many workers as the scaler asks for. Those to be removed end their requests first."""
+    fleet, costs, loop = router.fleet, router.costs, asyncio.get_running_loop()
+    started = {role: getattr(setup, role) for role in (Role.PREFILL, Role.DECODE)}
+    bounds = {role: Bounds(least, setup.scale) for role, least in started.items()}
+    scaler, starting = Scaler(bounds, ScalingRules()), deque[tuple[float, Role]]()
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        members = [m for m in fleet.of_model(_MODEL.name) if not m.lost]
+        loads = loads_of(
+            members,
+            queued=router.admission.queued_of(_MODEL.name),
+            means=costs.means(_MODEL.name),
+            step_model=costs.step_model,
+            tpot_s=costs.slo.tpot_s,
+        )
+        needs = {Role.PREFILL: loads.prefill_need, Role.DECODE: loads.decode_need}
+        wanted = scaler.decide(needs, loop.time())
+        counts: dict[Role, int] = {}
+        for role, want in wanted.items():
+            serving = [m for m in members if m.info.role is role and not m.draining]
+            counts[role] = len(serving) + sum(x is role for _, x in starting)
+            for _ in range(counts[role], want):
+                starting.append((loop.time() + setup.cold_start_s, role))
+            for member in sorted(serving, key=_unfinished)[: max(0, len(serving) - want)]:
+                fleet.renew(member.worker_id, member.info.instance_id, load=None, draining=True)
+        for member in members:
+            if member.draining and not any(_unfinished(member)):
+                fleet.deregister(member.worker_id, member.info.instance_id)
+        while starting and starting[0][0] <= loop.time():
+            _, role = starting.popleft()
+            await add(role, started[role])
+            started[role] += 1
+        if counts != wanted:
+            counts_now = {role.value: float(want) for role, want in wanted.items()}
+            scaled.append({"at_s": loop.time(), **counts_now})
+
+
+def _unfinished(member: Member) -> tuple[int, int]:
+    return member.outstanding_requests, member.outstanding_tokens
 
 
 def drawn_trace(mean_input: int, mean_output: int, *, requests: int, seed: int) -> Trace:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.errors import BenchError
 from benchmarks.progress import Progress
 from benchmarks.simulate import Costs, Planner, Setup, drawn_trace, simulate
-from benchmarks.traces import Shape, load_trace
+from benchmarks.traces import Shape, Trace, TraceMeta, TraceRequest, load_trace
 from pdserve.config import load_config
 
 if TYPE_CHECKING:
@@ -131,3 +131,42 @@ def test_a_plan_keeps_the_limits_with_few_workers() -> None:
 def test_limits_that_a_request_alone_misses_are_refused() -> None:
     with pytest.raises(BenchError, match="no number helps"):
         planner(slo_s={"ttft": 0.001}).plans()
+
+
+def tide() -> Trace:
+    """Two requests a second, then nine from 20 s to 50 s, then one in five seconds."""
+    at_s = [x / 2 for x in range(40)] + [20 + x / 9 for x in range(270)]
+    at_s += [50.0 + 5 * x for x in range(80)]
+    rows = tuple(TraceRequest(x, 40, 2) for x in at_s)
+    return Trace(TraceMeta(name="tide", format="drawn"), rows)
+
+
+def test_workers_follow_the_load_up_and_down_and_keep_the_slo() -> None:
+    trace = tide()
+    rate = len(trace.requests) / trace.requests[-1].arrival_s
+    values: dict[str, Any] = {"costs": Costs(prefill_s=0.005), "slo_s": {"ttft": 2.0}}
+    values |= {"requests": len(trace.requests), "rate_per_s": rate, "cold_start_s": 1.0}
+    config = load_config(None, {"router.policy": "least_loaded"}).router
+    summaries = []
+    for scale in (4, 0):
+        setup = Setup(prefill=1, decode=1, scale=scale, **values)
+        result = simulate(setup, config, trace, Shape(), Progress())
+        summaries.append(result.summary())
+        if scale:
+            counts = [change["prefill"] for change in result.target["scaled"]]
+    top = counts.index(max(counts))
+    assert 1 < max(counts) <= 4
+    assert counts[:top] == sorted(counts[:top])
+    assert counts[top:] == sorted(counts[top:], reverse=True)
+    assert counts[-1] == 1
+    scaled, fixed = summaries
+    assert scaled.ok == len(trace.requests)
+    assert scaled.slo is not None
+    assert fixed.slo is not None
+    assert scaled.slo.attainment > 0.9 > fixed.slo.attainment
+
+
+@pytest.mark.parametrize("changes", [{"scale": 1, "decode": 2}, {"scale": 4, "aggregated": 1}])
+def test_bounds_that_the_workers_exceed_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(BenchError, match="--scale"):
+        simulated(**changes)

@@ -1,0 +1,1 @@
+"""How many workers a service has, wherever its processes run."""
