@@ -33,7 +33,7 @@ TOOLS := prometheus
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-.PHONY: help install gpu-install run test test-all test-gpu test-tools lint format typecheck proto proto-check size \
+.PHONY: help install gpu-install ray-install run test test-all test-gpu test-tools lint format typecheck proto proto-check size \
 	docs chart check bench clean
 
 help: ## list the targets
@@ -48,6 +48,9 @@ gpu-install: ## the same for NVIDIA GPUs: vLLM with CUDA, on Linux x86_64 with P
 		"name another folder: make gpu-install VENV=.venv-gpu" >&2; exit 1; }
 	@mkdir -p $(VENV) && touch $(GPU)
 	@$(MAKE) --no-print-directory install
+
+ray-install: $(STAMP) ## add Ray, which `pdserve up --on ray` and its tests need
+	$(PIP) install -q --no-deps -r requirements/ray.lock
 
 run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)

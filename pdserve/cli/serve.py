@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pdserve.cli import cluster
 from pdserve.cli.options import add_command, add_config_options, changes_from, config_from
 from pdserve.config import load_config
 from pdserve.errors import ConfigError
@@ -84,7 +85,8 @@ def register(commands: Subparsers) -> None:
     up = add_command(
         *(commands, "up", _up, "start router and workers on this machine"),
         "Start routers and workers as processes on this machine. Ctrl-C or SIGTERM lets running "
-        "requests finish, a second Ctrl-C ends at once. A process that dies is restarted.",
+        "requests finish, a second Ctrl-C ends at once. A process that dies is restarted. With "
+        "--on ray, start them on a Ray cluster, return when all are ready, and leave them there.",
     )
     router = add_command(
         *(commands, "router", _router, "run one router"),
@@ -97,6 +99,7 @@ def register(commands: Subparsers) -> None:
     )
     for parser, flags in ((up, _UP), (router, _ROUTER), (worker, _WORKER)):
         add_config_options(parser, flags)
+    cluster.add_up_options(up)
     add_child_options(router)
     add_child_options(worker)
 
@@ -125,7 +128,9 @@ def _serve(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
         raise
 
 
-def _up(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
+def _up(args: argparse.Namespace) -> int | Coroutine[Any, Any, int]:
+    if args.on:
+        return cluster.up(args)
     from pdserve.local.display import Display
     from pdserve.local.supervisor import Supervisor
 

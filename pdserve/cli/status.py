@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from pdserve import wire
+from pdserve.cli import cluster
 from pdserve.cli.options import (
     add_command,
     add_seconds,
@@ -26,7 +27,7 @@ from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Coroutine, Iterable, Sequence
 
     from rich.table import Table
 
@@ -45,11 +46,16 @@ def register(commands: Subparsers) -> None:
         "that get no work, and pairs that cannot exchange KV. Exit code 1 if the router does not "
         "answer.",
     )
+    cluster.add_on_option(parser)
     add_seconds(parser, "--timeout", 1.0, "how long each worker has to answer")
     add_service_options(parser, as_json="print JSON instead of tables")
 
 
-async def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int | Coroutine[Any, Any, int]:
+    return cluster.show_status(args) if args.on else _show_router(args)
+
+
+async def _show_router(args: argparse.Namespace) -> int:
     found = await collect(args, args.timeout)
     if args.json:
         say(json.dumps(found, indent=2))

@@ -1,0 +1,164 @@
+"""One router or worker under a Ray actor.
+
+The process is a child of the actor and not the actor itself: vLLM keeps its own event loop, signals
+and garbage collector. When Ray kills the actor, the kernel kills the child (`local/child.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import yaml
+
+from pdserve.local.forkserver import launch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.deploy.ray.spec import ProcessSpec
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_FORGIVEN_AFTER_S = 300.0  # a process that ran this long has no deaths
+_MAX_REPORT_BYTES = 1 << 20
+
+
+class Host:
+    """The actor. State: the child, what it reports, and whether it should run."""
+
+    def __init__(self, name: str, spec: ProcessSpec) -> None:
+        self._name, self._spec = name, spec
+        self._address = ray.util.get_node_ip_address()
+        self._run_dir = Path(tempfile.mkdtemp(prefix=f"pdserve-{name}-"))
+        self._log = self._run_dir / "log"
+        self._routers: list[str] = []
+        self._has_routers = asyncio.Event()
+        self._process: Any = None
+        self._facts: dict[str, str] = {}
+        self._doing, self._failure, self._lives, self._deaths = "starting", "", 0, 0
+        self._stopped = asyncio.Event()
+        # The kernel kills the child when the thread that forked it ends: the event loop's thread
+        # lives as long as the actor.
+        self._keeper = asyncio.get_event_loop().create_task(self._keep())
+
+    async def state(self) -> dict[str, Any]:
+        """Return what `pdserve status --on ray` shows of this process."""
+        return {
+            "ready": bool(self._facts),
+            "doing": self._doing,
+            "failure": self._failure,
+            "node": self._address,
+            "pid": self._process.pid if self._process else 0,
+            "actor_pid": os.getpid(),
+            "lives": self._lives,
+            "log": str(self._log),
+            "routers": self._routers,
+            **self._facts,
+        }
+
+    async def set_routers(self, addresses: Sequence[str]) -> None:
+        """Write the routers' addresses into the file that the worker watches."""
+        partial = self._run_dir / ".routers"
+        partial.write_text("\n".join(addresses) + "\n", encoding="utf-8")
+        partial.replace(self._run_dir / "routers")
+        self._routers = list(addresses)
+        self._has_routers.set()
+
+    async def stop(self) -> None:
+        """Drain the process and wait for its end; kill it after its grace. The log goes too."""
+        self._stopped.set()
+        self._send(signal.SIGTERM)
+        await asyncio.wait((self._keeper,), timeout=self._spec.grace_s)
+        self._keeper.cancel()  # kills the process, if there still is one
+        await asyncio.wait((self._keeper,))
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._process is not None:
+                self._process.send_signal(number)
+
+    async def _keep(self) -> None:
+        """Run the process, and again when it ends, until it is stopped."""
+        if self._spec.command == "worker":
+            self._doing = "waiting for a router"
+            await self._first(self._has_routers.wait())
+        while not self._stopped.is_set():
+            began = time.monotonic()
+            try:
+                code = await self._run()
+            except (OSError, ValueError) as error:
+                code, self._failure = 1, f"cannot start: {error}"
+            if time.monotonic() - began >= _FORGIVEN_AFTER_S:
+                self._deaths = 0
+            self._deaths += 1
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._deaths - 1))
+            self._doing = f"exit code {code}; restarted in {pause_s:g} s"
+            if not self._stopped.is_set():
+                await self._first(asyncio.sleep(pause_s))
+
+    async def _first(self, other: Any) -> None:
+        """Wait for `other` or for the stop."""
+        tasks = [asyncio.ensure_future(other), asyncio.ensure_future(self._stopped.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _run(self) -> int:
+        """Run the process to its end, and return its exit code."""
+        config = self._run_dir / "config.yaml"
+        config.write_text(yaml.safe_dump({self._spec.command: self._section()}), encoding="utf-8")
+        self._lives += 1
+        self._doing = "starting"
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_REPORT_BYTES)
+        following = asyncio.create_task(self._follow(reader))
+        words = (self._spec.command, "--config", str(config))
+        try:
+            with theirs:
+                self._process = await launch(
+                    *(None, "pdserve", *words),
+                    env=dict(os.environ),
+                    log=self._log,
+                    report_fd=theirs.fileno(),
+                )
+            if self._stopped.is_set():
+                self._send(signal.SIGTERM)
+            return int(await self._process.wait())
+        finally:
+            if self._process is not None:
+                self._send(signal.SIGKILL)
+                await self._process.wait()
+            self._process, self._facts = None, {}
+            following.cancel()
+            writer.close()
+
+    def _section(self) -> dict[str, Any]:
+        """Return the configuration with what depends on the node."""
+        section, at = self._spec.section, self._address
+        if self._spec.command == "router":
+            return {**section, "http_host": at, "grpc_host": at}
+        routers = [f"file:{self._run_dir / 'routers'}"]
+        kv = {**section["kv"], "host": at}
+        return {**section, "worker_id": self._name, "host": at, "kv": kv, "routers": routers}
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        """Read what the process reports (`local/child.py`)."""
+        while line := await reader.readline():
+            report = json.loads(line)
+            self._doing = report.get("doing", self._doing)
+            self._failure = report.get("failed", self._failure)
+            if "ready" in report:
+                self._facts, self._doing, self._failure = report["ready"], "serving", ""

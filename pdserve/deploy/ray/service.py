@@ -1,0 +1,129 @@
+"""What the commands with `--on ray` do: they find the controller, or start it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from pdserve.errors import ConfigError, Unavailable
+
+try:
+    import ray
+except ImportError as error:
+    raise ConfigError(f"--on ray needs Ray ({error}): pip install 'pdserve[ray]'") from error
+
+from pdserve.deploy.ray.controller import CONTROLLER, NAMESPACE, Controller
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from pdserve.deploy.ray.spec import ServiceSpec
+
+_ANSWER_S = 30.0
+_DOWN_S = 300.0
+_LOOK_S = 0.5
+_KEEPS = ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Join the cluster at RAY_ADDRESS, or this machine's. Raises Unavailable."""
+    try:
+        ray.init(
+            address=os.environ.get("RAY_ADDRESS", "auto"),
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise Unavailable(f"no Ray cluster: {error}") from error
+    try:
+        yield
+    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
+        raise Unavailable(f"the controller on Ray does not answer: {error}") from error
+    finally:
+        ray.shutdown()
+
+
+def head_keeps_state() -> bool:
+    """Return True if the head finds its state again after a restart: GCS in RocksDB or Redis."""
+    head = next(x["NodeID"] for x in ray.nodes() if "node:__internal_head__" in x["Resources"])
+    at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(head, soft=False)
+    found: Mapping[str, str] = ray.get(
+        ray.remote(_storage_variables).options(num_cpus=0, scheduling_strategy=at).remote(),
+        timeout=_ANSWER_S,
+    )
+    return found.get("RAY_gcs_storage") == "rocksdb" or bool(found.get("RAY_REDIS_ADDRESS"))
+
+
+def _storage_variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in _KEEPS if name in os.environ}
+
+
+def start(spec: ServiceSpec, *, allow_fragile_head: bool) -> None:
+    """Start a service. Raises ConfigError if one runs, or if the cluster does not outlive its
+    head."""
+    with contextlib.suppress(Unavailable):
+        _controller()
+        raise ConfigError("a service runs on this cluster: scale it, or `pdserve down --on ray`")
+    if not allow_fragile_head and not head_keeps_state():
+        raise ConfigError(
+            "when the head of this Ray cluster restarts, it forgets everything and every process "
+            "of the service ends. Start it with RAY_gcs_storage=rocksdb (or Redis), or pass "
+            "--allow-fragile-head"
+        )
+    ray.remote(Controller).options(
+        name=CONTROLLER,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=-1,
+        num_cpus=0,
+    ).remote(spec)
+
+
+def until_ready(limit_s: float) -> dict[str, Any]:
+    """Return the status once every process is ready. Raises Unavailable after `limit_s`."""
+    until = time.monotonic() + limit_s
+    while True:
+        found = status()
+        late = {name: x for name, x in found["processes"].items() if not x["ready"]}
+        if not late:
+            return found
+        if time.monotonic() > until:
+            why = ", ".join(f"{n}: {x.get('failure') or x['doing']}" for n, x in late.items())
+            raise Unavailable(
+                f"not ready after {limit_s:g} s: {why}. The service stays; "
+                "`pdserve down --on ray` ends it"
+            )
+        time.sleep(_LOOK_S)
+
+
+def status() -> dict[str, Any]:
+    found: dict[str, Any] = ray.get(_controller().status.remote(), timeout=_ANSWER_S)
+    return found
+
+
+def scale(counts: Mapping[str, int]) -> None:
+    """Change the counts of roles. Raises ConfigError."""
+    try:
+        ray.get(_controller().scale.remote(dict(counts)), timeout=_ANSWER_S)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ConfigError):
+            raise ConfigError(error.cause.message) from error
+        raise
+
+
+def down() -> None:
+    """End the service. No process and no actor of it is left."""
+    controller = _controller()
+    ray.get(controller.down.remote(), timeout=_DOWN_S)
+    ray.kill(controller)
+
+
+def _controller() -> Any:
+    try:
+        return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except ValueError as error:
+        raise Unavailable("no service on this Ray cluster: `pdserve up --on ray`") from error
