@@ -26,12 +26,13 @@ from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.auth import LinkAuth
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kv_transfer.settings import KvSettings
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{16}\.sock", re.ASCII)
-_MAX_PATH = 107  # sun_path of unix(7), without the zero at its end
 _MAX_REQUEST = 256
 _GRANTED = b"\1"
 
@@ -60,7 +61,8 @@ class Descriptors:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             hidden = self.directory / f"{self.name}.new"
             try:
-                listener.bind(str(hidden))
+                with _short(hidden) as address:
+                    listener.bind(address)
                 listener.listen(128)
                 # A socket that has its name listens, so that none is taken for unused.
                 hidden.rename(self.directory / self.name)
@@ -82,7 +84,8 @@ class Descriptors:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(self._timeout_s)
             try:
-                sock.connect(str(self.directory / name))
+                with _short(self.directory / name) as address:
+                    sock.connect(address)
             except FileNotFoundError:
                 raise KvTransferError(
                     f"the producer's socket is not in {self.directory}: containers must mount one"
@@ -140,9 +143,17 @@ def _private_directory(shared: str) -> Path:
     is_own = found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
     if not stat.S_ISDIR(found.st_mode) or not is_own:
         raise KvTransferError(f"kv.shared_dir: {path} is not a directory that only we may enter")
-    if len(os.fsencode(path)) + len("/0123456789abcdef.sock.new") > _MAX_PATH:
-        raise KvTransferError(f"kv.shared_dir: {path} is too long for a socket")
     return path
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Yield a name of the socket at `path` that fits unix(7), which takes 107 bytes."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def _remove_unused(directory: Path) -> None:
@@ -151,7 +162,8 @@ def _remove_unused(directory: Path) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.setblocking(False)
             try:
-                sock.connect(str(path))
+                with _short(path) as address:
+                    sock.connect(address)
             except ConnectionRefusedError:
                 with contextlib.suppress(OSError):
                     path.unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +17,6 @@ from tests.up_process import UpProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
-
-# As the templates of Hermes models; the demo's weights do not matter where a grammar decides.
-TEMPLATE = (
-    "{% if tools %}<|system|>Tools: {{ tools | map(attribute='function.name') | join(', ') }}"
-    "<|end|>{% endif %}{% if enable_thinking %}{# writes <think> #}{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-    "<|end|>{% endfor %}<|assistant|>"
-)
 
 
 def tool(name: str, **properties: dict[str, Any]) -> dict[str, Any]:
@@ -43,12 +32,15 @@ def tool(name: str, **properties: dict[str, Any]) -> dict[str, Any]:
 TIME = tool("get_time", zone={"enum": ["utc", "cet"]}, hour={"type": "integer", "maximum": 23})
 NOTE = tool("write_note", text={"type": "string", "minLength": 60, "maxLength": 80})
 NAMED = {"type": "function", "function": {"name": "write_note"}}
-ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Note it."}], "temperature": 0.0}
+ASKED = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What is prefill?"}],
+    "temperature": 0.0,
+}
 
 
 class Service:
-    def __init__(self, up: UpProcess, model: Path) -> None:
-        self.model = model
+    def __init__(self, up: UpProcess) -> None:
         self.ready: dict[str, Any] = up.wait_until_serving(within_s=START_S)
         url = f"{self.ready['http']}/v1"
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -59,31 +51,15 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    model = tmp_path_factory.mktemp("tools") / "model"
-    shutil.copytree(MODEL_DIR, model)
-    _add_thinking(model / "tokenizer.json")
-    (model / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     flags = ("--model-name", "demo", "--http-port", "0", "--grpc-port", "0")
-    up = UpProcess(tmp_path_factory.mktemp("up"), "--model", str(model), *flags)
+    up = UpProcess(tmp_path_factory.mktemp("up"), *flags)
     try:
-        yield Service(up, model)
+        yield Service(up)
         up.send(signal.SIGINT)
         assert up.wait() == 0, up.output
         assert up.survivors() == [], "the parser process ends with its router"
     finally:
         up.close()
-
-
-def _add_thinking(path: Path) -> None:
-    """Make the markup of reasoning of two tokens that stand for bytes which no text here has."""
-    values = json.loads(path.read_text("utf-8"))
-    vocabulary = values["model"]["vocab"]
-    for byte, markup in (("¡", "<think>"), ("¢", "</think>")):
-        if markup not in vocabulary:
-            token = {**values["added_tokens"][0], "id": vocabulary.pop(byte), "content": markup}
-            vocabulary[markup] = token["id"]
-            values["added_tokens"].append(token)
-    path.write_text(json.dumps(values), "utf-8")
 
 
 def arguments_of(call: Any) -> Any:
@@ -110,7 +86,7 @@ def test_a_named_call_is_one_call_of_that_function(service: Service) -> None:
 
 def test_a_forced_call_begins_after_the_reasoning_on_both_workers(service: Service) -> None:
     """The answer continues after thoughts that are told as tokens: they end there, or do not."""
-    thoughts = Tokenizer.from_file(str(service.model / "tokenizer.json")).encode(
+    thoughts = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")).encode(
         "<think>I need the time.</think>", add_special_tokens=False
     )
 
@@ -122,9 +98,11 @@ def test_a_forced_call_begins_after_the_reasoning_on_both_workers(service: Servi
 
     (call,) = ask(thoughts.ids).tool_calls
     assert 60 <= len(arguments_of(call)["text"]) <= 80
+    # The model ends its thoughts by itself; its call is held to the schema then.
     thinking = ask(thoughts.ids[:-1])
-    assert thinking.tool_calls is None
-    assert thinking.reasoning
+    assert thinking.reasoning.startswith("I need the time.")
+    (call,) = thinking.tool_calls
+    assert 60 <= len(arguments_of(call)["text"]) <= 80
 
 
 def test_a_forced_call_goes_on_when_its_decode_worker_is_killed(service: Service) -> None:
