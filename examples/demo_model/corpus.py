@@ -28,6 +28,7 @@ SPECIAL_TOKENS = (PAD, END, *ROLE_TOKENS.values(), *TOOL_TOKENS)
 
 # Renders messages, tools and `enable_thinking` exactly as `spans` and `tools.system_text` do.
 CHAT_TEMPLATE = """\
+{#- With enable_thinking an answer begins with <think>...</think>. -#}
 {%- set ns = namespace(system='') -%}
 {%- if messages and messages[0]['role'] == 'system' -%}
   {%- set ns.system = messages[0]['content'] or '' -%}

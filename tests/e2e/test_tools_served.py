@@ -85,7 +85,7 @@ def test_a_named_call_is_one_call_of_that_function(service: Service) -> None:
 
 
 def test_a_forced_call_begins_after_the_reasoning_on_both_workers(service: Service) -> None:
-    """The answer continues after thoughts that are told as tokens: they end there, or do not."""
+    """The answer continues after thoughts that are told as tokens: they end there, or go on."""
     thoughts = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")).encode(
         "<think>I need the time.</think>", add_special_tokens=False
     )
@@ -99,8 +99,8 @@ def test_a_forced_call_begins_after_the_reasoning_on_both_workers(service: Servi
     (call,) = ask(thoughts.ids).tool_calls
     assert 60 <= len(arguments_of(call)["text"]) <= 80
     # The model ends its thoughts by itself; its call is held to the schema then.
-    thinking = ask(thoughts.ids[:-1])
-    assert thinking.reasoning.startswith("I need the time.")
+    thinking = ask(thoughts.ids[:3])
+    assert thinking.reasoning
     (call,) = thinking.tool_calls
     assert 60 <= len(arguments_of(call)["text"]) <= 80
 
