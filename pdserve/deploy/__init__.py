@@ -1,1 +1,1 @@
-"""How many workers a service has, wherever its processes run."""
+"""Services on clusters: how many workers a load asks for, and the processes on Ray."""
