@@ -378,6 +378,14 @@ class BatchStore:
         ).fetchone()
         return None if row is None else self._batches("id = ?", row[0])[0]
 
+    def _check_lease(self, batch_id: str) -> None:
+        """As `_mine`, without counting the lines: for what is done once a line."""
+        found = self._db.execute(
+            "SELECT 1 FROM batches WHERE id = ? AND owner = ?", (batch_id, self._owner)
+        ).fetchone()
+        if found is None:
+            raise LeaseLost(batch_id)
+
     def _mine(self, batch_id: str) -> StoredBatch:
         found = self._batches("id = ? AND owner = ?", batch_id, self._owner)
         if not found:
@@ -403,7 +411,7 @@ class BatchStore:
                 self._set(batch, Status.IN_PROGRESS)
 
     def _pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        self._mine(batch_id)
+        self._check_lease(batch_id)
         rows = self._db.execute(
             "SELECT number, custom_id, body FROM lines WHERE batch_id = ? AND result IS NULL"
             " AND number > ? ORDER BY number LIMIT ?",
@@ -413,7 +421,7 @@ class BatchStore:
 
     def _answer(self, batch_id: str, number: int, result: bytes, succeeded: bool) -> None:
         with self._transaction() as db:
-            self._mine(batch_id)
+            self._check_lease(batch_id)
             db.execute(
                 "UPDATE lines SET result = ?, succeeded = ?, body = x''"
                 " WHERE batch_id = ? AND number = ? AND result IS NULL",
@@ -441,7 +449,7 @@ class BatchStore:
                     upload.write((result or unanswered(custom_id)) + b"\n")
             # One commit makes the files known and ends the batch.
             with self._transaction() as db:
-                self._mine(batch_id)
+                self._check_lease(batch_id)
                 for column, upload in uploads.items():
                     name = f"{batch_id}_{column.removesuffix('_file_id')}.jsonl"
                     kept = self._keep(upload, batch.tenant, name, "batch_output")
