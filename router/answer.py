@@ -68,6 +68,13 @@ class Out(Protocol):
         ...
 
 
+class Discard:
+    """The reader of what nobody waits to read: a probe, or an embedding, which has no tokens."""
+
+    def write(self, delta: AnswerDelta) -> bool:
+        return True
+
+
 class Generates(Protocol):
     """What the API uses of RequestServer, which explains it (router/request.py)."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pdserve.errors import PdserveError, TransferCorrupted, WorkerFailed
 from pdserve.kv_pairs import exchange
 from pdserve.types import GenerateRequest, Role, SamplingParams
+from router.answer import Discard
 from router.fleet.health import BreakerState
 from router.handoff import Failed
 from router.placement.values import MemberState
@@ -22,7 +23,6 @@ from router.placer import Reservation
 from router.upstream import Answer, Attempt
 
 if TYPE_CHECKING:
-    from router.answer import AnswerDelta
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
     from router.metrics import RouterMetrics
@@ -58,15 +58,8 @@ async def probe(fleet: Fleet, decode: Member, prefill: Member | None = None) -> 
     raise TransferCorrupted(f"the probe gave {together}, and {alone} by prefill alone")
 
 
-class _Discard:
-    """The reader of a probe, whose tokens are in its `Answer`."""
-
-    def write(self, delta: AnswerDelta) -> bool:
-        return True
-
-
 async def _answer(fleet: Fleet, request: GenerateRequest, reservation: Reservation) -> list[int]:
-    answer = Answer(_Discard(), request.sampling.max_tokens, [])
+    answer = Answer(Discard(), request.sampling.max_tokens, [])
     with Attempt(fleet, request, reservation, answer, is_probe=True) as attempt:
         end = await attempt.pump()
     if isinstance(end, Failed):

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError, Unavailable
+from router.answer import Discard
 from router.handoff import Failed, Finished
 from router.placement.values import MemberState
 from router.placer import Reservation
@@ -16,7 +17,6 @@ from router.upstream import Answer, Attempt
 if TYPE_CHECKING:
     from pdserve.types import GenerateRequest
     from router.admission import AdmissionController
-    from router.answer import AnswerDelta
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
     from router.metrics import RouterMetrics
@@ -32,13 +32,6 @@ def pick(fleet: Fleet, model: str, avoid: frozenset[str] = frozenset()) -> Membe
         raise Unavailable(f"no pooling worker of model {model} is ready")
     others = [m for m in ready if m.worker_id not in avoid]
     return min(others or ready, key=lambda m: (m.outstanding_tokens, m.outstanding_requests))
-
-
-class _Discard:
-    """An embedding has no tokens to write."""
-
-    def write(self, delta: AnswerDelta) -> bool:
-        return True
 
 
 class Embedder:
@@ -84,7 +77,7 @@ class Embedder:
             async with self._admission.slot(
                 request, lambda: self._reserve(request, frozenset(failed))
             ) as reservation:
-                answer = Answer(_Discard(), 1, [])
+                answer = Answer(Discard(), 1, [])
                 with Attempt(self._fleet, request, reservation, answer) as attempt:
                     end = await attempt.pump()
             if isinstance(end, Finished):

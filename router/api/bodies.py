@@ -29,6 +29,11 @@ Text = Annotated[str, Meta(min_length=1)]
 TokenId = Annotated[int, Meta(ge=0)]
 TokenIds = Annotated[list[TokenId], Meta(description="Token ids of the model's tokenizer.")]
 NO_EFFECT = "Accepted without effect."
+Ignored = Annotated[Any, Meta(description=NO_EFFECT)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+ModelName = Annotated[
+    Text | None, Meta(description="Name of a served model. Required if there are several.")
+]
 
 
 class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -142,9 +147,7 @@ class GenerateBody(Body, kw_only=True):
     """A body that asks for answers."""
 
     id_prefix: ClassVar[str] = ""
-    model: Annotated[
-        Text | None, Meta(description="Name of a served model. Required if there are several.")
-    ] = None
+    model: ModelName = None
     stream: bool | None = None
 
     @property

@@ -19,9 +19,10 @@ from pdserve.types import (
 )
 from router.answer import pieces
 from router.api.bodies import (
-    NO_EFFECT,
     GenerateBody,
+    Ignored,
     Known,
+    Share,
     Strict,
     Text,
     convert,
@@ -48,27 +49,24 @@ if TYPE_CHECKING:
     from router.answer import AnswerDelta, ToolCallDelta
     from router.api.sinks import Writer
 
-_Ignored = Annotated[Any, Meta(description=NO_EFFECT)]
-_Share = Annotated[float, Meta(ge=0, le=1)]
-
 
 class TextBlock(Strict, tag_field="type", tag="text"):
     text: str
-    cache_control: _Ignored = None
-    citations: _Ignored = None
+    cache_control: Ignored = None
+    citations: Ignored = None
 
 
 class ThinkingBlock(Strict, tag_field="type", tag="thinking"):
     """Reasoning of an earlier answer, which the chat template gets."""
 
     thinking: str
-    signature: _Ignored = None
+    signature: Ignored = None
 
 
 class RedactedThinkingBlock(Strict, tag_field="type", tag="redacted_thinking"):
     """Left out: only Anthropic can read it."""
 
-    data: _Ignored = None
+    data: Ignored = None
 
 
 class ToolUseBlock(Strict, tag_field="type", tag="tool_use"):
@@ -77,15 +75,15 @@ class ToolUseBlock(Strict, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
-    caller: _Ignored = None
-    cache_control: _Ignored = None
+    caller: Ignored = None
+    cache_control: Ignored = None
 
 
 class ToolResultBlock(Strict, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
-    is_error: _Ignored = None
-    cache_control: _Ignored = None
+    is_error: Ignored = None
+    cache_control: Ignored = None
 
     def parse(self) -> ChatMessage:
         content = self.content
@@ -127,8 +125,8 @@ class CustomTool(Strict):
         bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
     ] = None
     type: Literal["custom"] | None = None
-    cache_control: _Ignored = None
-    eager_input_streaming: _Ignored = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
 
 
 class ToolChoice(Strict):
@@ -151,8 +149,8 @@ class OutputConfig(Strict):
 
 class Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: _Ignored = None
-    display: _Ignored = None
+    budget_tokens: Ignored = None
+    display: Ignored = None
 
 
 # Fields of the API for models, tools and machines of Anthropic's own.
@@ -183,8 +181,8 @@ class CountTokensRequest(GenerateBody, kw_only=True):
         Meta(description="CustomTool; those that Anthropic runs are refused."),
     ] = None
     tool_choice: ToolChoice | None = None
-    cache_control: _Ignored = None
-    context_management: _Ignored = None
+    cache_control: Ignored = None
+    context_management: Ignored = None
 
     def conversation(self) -> Conversation:
         """Return what the chat template renders. The answer continues a last message of the
@@ -226,11 +224,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     id_prefix: ClassVar[str] = "msg_"
     max_tokens: Annotated[int, Meta(ge=1, le=1 << 30)]
     stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    temperature: _Share | None = None
-    top_p: _Share | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
-    metadata: _Ignored = None
-    diagnostics: _Ignored = None
+    metadata: Ignored = None
+    diagnostics: Ignored = None
 
     @property
     def constraint_field(self) -> str:

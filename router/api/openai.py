@@ -34,6 +34,7 @@ from router.api.bodies import (
     NO_EFFECT,
     Body,
     GenerateBody,
+    Share,
     Strict,
     Text,
     TokenId,
@@ -63,7 +64,6 @@ MIN_LOGPROB = -9999.0
 _Count = Annotated[int, Meta(ge=1, le=1 << 30)]
 _Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_Share = Annotated[float, Meta(ge=0, le=1)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
 _Empty = Annotated[list[Any], Meta(max_length=0)]
 
@@ -119,9 +119,9 @@ class _OpenAiBody(GenerateBody, kw_only=True):
     max_tokens: _Count | None = None
     n: Annotated[int, Meta(ge=1, le=128, description="Number of answers.")] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: _Share | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
-    min_p: _Share | None = None
+    min_p: Share | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
     stop: Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from pdserve.errors import PdserveError
-from router.api.bodies import NO_EFFECT, Body, Known, Text, TokenId, knows, refuse
+from router.api.bodies import NO_EFFECT, Body, Known, ModelName, Text, TokenId, knows, refuse
 from router.api.openai import prompts_of
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 2048
 _AT_ONCE = 64  # inputs of one request in admission
-_Model = Annotated[
-    Text | None, Meta(description="Name of a served model. Required if there are several.")
-]
 _Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
@@ -49,7 +46,7 @@ class EmbeddingsRequest(Body, kw_only=True):
         str | list[TokenId | str | list[TokenId]],
         Meta(description="A text, its token ids, or a list of several."),
     ]
-    model: _Model = None
+    model: ModelName = None
     encoding_format: Literal["float", "base64"] = "float"
     user: Annotated[str | None, Meta(description=NO_EFFECT)] = None
 
@@ -67,7 +64,7 @@ class ScoreRequest(Body, kw_only=True):
 
     text_1: Text | _Texts
     text_2: Text | _Texts
-    model: _Model = None
+    model: ModelName = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """Raises InvalidRequest unless `text_1` is one text, or both have the same length."""
@@ -84,7 +81,7 @@ class RerankRequest(Body, kw_only=True):
 
     query: Text
     documents: _Texts
-    model: _Model = None
+    model: ModelName = None
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = True
 

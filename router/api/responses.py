@@ -24,9 +24,10 @@ from pdserve.types import (
 )
 from router.answer import pieces
 from router.api.bodies import (
-    NO_EFFECT,
     GenerateBody,
+    Ignored,
     Known,
+    Share,
     Strict,
     Text,
     convert,
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
     from router.api.sinks import Writer
     from router.batch.store import BatchStore
 
-_Ignored = Annotated[Any, Meta(description=NO_EFFECT)]
-_Share = Annotated[float, Meta(ge=0, le=1)]
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -71,16 +70,16 @@ class InputText(Strict, tag_field="type", tag="input_text"):
 
 class OutputText(Strict, tag_field="type", tag="output_text"):
     text: str
-    annotations: _Ignored = None
-    logprobs: _Ignored = None
+    annotations: Ignored = None
+    logprobs: Ignored = None
 
 
 class MessageItem(Strict, tag_field="type", tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText]
-    id: _Ignored = None
-    status: _Ignored = None
-    phase: _Ignored = None
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
 
 
 class ReasoningText(Strict, tag_field="type", tag="reasoning_text"):
@@ -91,10 +90,10 @@ class ReasoningItem(Strict, tag_field="type", tag="reasoning"):
     """Reasoning of an earlier answer, which the chat template gets with the message after it."""
 
     content: list[ReasoningText] | None = None
-    summary: _Ignored = None
-    encrypted_content: _Ignored = None
-    id: _Ignored = None
-    status: _Ignored = None
+    summary: Ignored = None
+    encrypted_content: Ignored = None
+    id: Ignored = None
+    status: Ignored = None
 
 
 class CallItem(Strict, tag_field="type", tag="function_call"):
@@ -103,10 +102,10 @@ class CallItem(Strict, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
-    id: _Ignored = None
-    status: _Ignored = None
-    namespace: _Ignored = None
-    caller: _Ignored = None
+    id: Ignored = None
+    status: Ignored = None
+    namespace: Ignored = None
+    caller: Ignored = None
 
 
 class CallOutputItem(Strict, tag_field="type", tag="function_call_output"):
@@ -114,8 +113,8 @@ class CallOutputItem(Strict, tag_field="type", tag="function_call_output"):
 
     call_id: str
     output: str | list[InputText]
-    id: _Ignored = None
-    status: _Ignored = None
+    id: Ignored = None
+    status: Ignored = None
 
 
 Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
@@ -139,7 +138,7 @@ class ResponseSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
-    strict: _Ignored = None
+    strict: Ignored = None
 
 
 class TextConfig(Strict):
@@ -149,8 +148,8 @@ class TextConfig(Strict):
 
 class Reasoning(Strict):
     effort: Effort = None
-    summary: _Ignored = None
-    generate_summary: _Ignored = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
 
 
 @knows(
@@ -183,7 +182,7 @@ class ResponsesRequest(GenerateBody, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: _Share | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     text: TextConfig | None = None
@@ -213,10 +212,10 @@ class ResponsesRequest(GenerateBody, kw_only=True):
     priority: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     cache_salt: Text | None = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Repeated in the response.")] = None
-    user: _Ignored = None
-    safety_identifier: _Ignored = None
-    prompt_cache_key: _Ignored = None
-    client_metadata: _Ignored = None
+    user: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    client_metadata: Ignored = None
 
     @property
     def constraint_field(self) -> str:

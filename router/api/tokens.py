@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from msgspec import Meta
-
-from router.api.bodies import Body, Known, Text, TokenIds, knows, refuse
+from router.api.bodies import Body, Known, ModelName, TokenIds, knows, refuse
 from router.api.openai import Begins, Continues, Effort, Message, Variables, conversation
 
 if TYPE_CHECKING:
     from pdserve.tokenizer import Conversation
-
-_Model = Annotated[
-    Text | None, Meta(description="Name of a served model. Required if there are several.")
-]
 
 
 @knows(
@@ -29,7 +23,7 @@ _Model = Annotated[
 class TokenizeRequest(Body, kw_only=True):
     """Body of POST /tokenize: a text, or a conversation."""
 
-    model: _Model = None
+    model: ModelName = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
@@ -50,5 +44,5 @@ class TokenizeRequest(Body, kw_only=True):
 class DetokenizeRequest(Body, kw_only=True):
     """Body of POST /detokenize."""
 
-    model: _Model = None
+    model: ModelName = None
     tokens: TokenIds
