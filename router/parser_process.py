@@ -61,6 +61,7 @@ class ParserProcess:
         self._last_id = 0
         self._link: _Link | None = None
         self._running: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
         self._tokenizers: TemporaryDirectory[str] | None = None
 
     def open(self, stream: ParserStream) -> int:
@@ -87,6 +88,8 @@ class ParserProcess:
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
+        if self._process is not None:  # the task may have been cancelled while it waited for that
+            await self._process.wait()
         if self._tokenizers is not None:
             self._tokenizers.cleanup()
 
@@ -120,7 +123,7 @@ class ParserProcess:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
+            self._process = process = await asyncio.create_subprocess_exec(
                 *self._command,
                 *("--socket", str(theirs.fileno()), "--parent-pid", str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -172,6 +172,19 @@ async def test_a_killed_process_costs_an_idle_stream_nothing(service: Service) -
     assert client.text() == "ONE TWO THREE"
 
 
+async def test_closing_waits_for_a_process_that_is_just_being_killed(service: Service) -> None:
+    await service.ask("one")
+    link, process = service.process._link, service.process._process
+    assert link is not None
+    assert process is not None
+    link._end("was killed")
+    await asyncio.wait([link.ended])
+    await asyncio.sleep(0)  # the process is killed now, and waited for
+    assert service.process._link is None
+    await service.process.close()
+    assert process.returncode is not None
+
+
 async def test_a_parser_that_raises_ends_the_answer(service: Service) -> None:
     with pytest.raises(ParserFailed, match="ValueError"):
         await service.ask("one raises- two")
