@@ -23,8 +23,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SAMPLINGS = {
     "greedy": params(24, ignore_eos=True),
     "seeded": params(24, ignore_eos=True, **KINDS["seeded penalties logprobs"]),
+    # No answer may end before it is let go, so the pattern has 900 characters at least.
     "regex": params(
-        24, structured_output=StructuredOutput(Constraint.REGEX, r"([abc]{7}[0-9]{3})+")
+        24, structured_output=StructuredOutput(Constraint.REGEX, r"([abc]{7}[0-9]{3}){90,}")
     ),
 }
 
