@@ -298,7 +298,7 @@ async def _follow_load(
     fleet, costs, loop = router.fleet, router.costs, asyncio.get_running_loop()
     started = {role: getattr(setup, role) for role in (Role.PREFILL, Role.DECODE)}
     bounds = {role: Bounds(least, setup.scale) for role, least in started.items()}
-    scaler, starting = Scaler(bounds, ScalingRules()), deque[tuple[float, Role]]()
+    scaler, starting = Scaler(bounds, ScalingRules(), started), deque[tuple[float, Role]]()
     while True:
         await asyncio.sleep(_LOOK_S)
         members = [m for m in fleet.of_model(_MODEL.name) if not m.lost]

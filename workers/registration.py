@@ -4,7 +4,7 @@ register ──► renew every third of the lease ──► register again if th
    └─ refused: fatal, unless         └─ router away: retry, with growing pauses
       another router has accepted
 
-Routers that are found by a name or in a file (workers/discovery.py) come and go. The worker
+Routers that are found by a name or in a file (pdserve/discovery.py) come and go. The worker
 registers with a new one. One that is no longer listed may still stream answers that this worker
 computes, so the worker stays there until the router does not answer, for LEAVE_AFTER_S at most.
 """
@@ -21,10 +21,10 @@ import grpc
 import grpc.aio
 
 from pdserve import rpc, wire
+from pdserve.discovery import Discovery
 from pdserve.errors import ConfigError
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
-from workers.discovery import Discovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -63,10 +63,16 @@ class _RoleState:
 class Scaler:
     """State: the workers wanted of each role of one model."""
 
-    def __init__(self, bounds: Mapping[Role, Bounds], rules: ScalingRules) -> None:
+    def __init__(
+        self, bounds: Mapping[Role, Bounds], rules: ScalingRules, present: Mapping[Role, int]
+    ) -> None:
+        """`present` has the workers that there are, from which it goes on, within the bounds."""
         self._bounds = bounds
         self._rules = rules
-        self._roles = {role: _RoleState(limits.least) for role, limits in bounds.items()}
+        self._roles = {
+            role: _RoleState(min(max(present[role], limits.least), limits.most))
+            for role, limits in bounds.items()
+        }
 
     def decide(self, needs: Mapping[Role, float], now: float) -> dict[Role, int]:
         """Return the workers wanted by role, given the need of each; `now` never goes back. A role

@@ -18,7 +18,7 @@ DECODE = Role.DECODE
 
 def counts(needs: list[float], *, least: int = 1, most: int = 16) -> list[int]:
     """Workers wanted at each second."""
-    scaler = Scaler({DECODE: Bounds(least, most)}, RULES)
+    scaler = Scaler({DECODE: Bounds(least, most)}, RULES, {DECODE: least})
     return [scaler.decide({DECODE: need}, float(now))[DECODE] for now, need in enumerate(needs)]
 
 
@@ -53,10 +53,16 @@ def test_workers_are_added_at_once_and_removed_one_by_one() -> None:
 
 def test_a_role_of_unknown_load_keeps_its_workers() -> None:
     bounds = {Role.PREFILL: Bounds(1, 4), DECODE: Bounds(2, 4)}
-    scaler = Scaler(bounds, RULES)
+    scaler = Scaler(bounds, RULES, {Role.PREFILL: 1, DECODE: 2})
     for now in range(30):
         found = scaler.decide({Role.PREFILL: 2.0}, float(now))
     assert found == {Role.PREFILL: 3, DECODE: 2}
+
+
+@pytest.mark.parametrize(("present", "first"), [(0, 2), (3, 3), (9, 4)])
+def test_it_goes_on_from_the_workers_that_there_are(present: int, first: int) -> None:
+    scaler = Scaler({DECODE: Bounds(2, 4)}, RULES, {DECODE: present})
+    assert scaler.decide({}, 0.0) == {DECODE: first}
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 1), (2, 1)])

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve import wire
+from pdserve.discovery import Discovery
 from pdserve.types import ModelInfo, Role, WorkerInfo
 from pdserve.v1 import worker_pb2 as w
 from tests.unit.workers.router_side import WAIT_S, FakeRegistry
 from workers import registration
-from workers.discovery import Discovery
 from workers.registration import RegistrationRefused, Registrations
 
 if TYPE_CHECKING:

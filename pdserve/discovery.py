@@ -1,4 +1,4 @@
-"""Where the routers of a worker are: at fixed addresses, behind a DNS name, or in a file."""
+"""Where routers are: at fixed addresses, behind a DNS name, or in a file."""
 
 from __future__ import annotations
 
