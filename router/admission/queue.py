@@ -218,10 +218,12 @@ class AdmissionRate:
 
     def interval_s(self, now: float) -> float | None:
         """Return the mean time between two admissions, None if too few were seen. It grows while
-        nothing is admitted."""
+        nothing is admitted, slowly: workers admit in bursts, with a step between two."""
         if self._count < RATE_MIN_SAMPLES:
             return None
-        return max(self._mean_s, 0.0 if self._since is None else now - self._since, 1e-6)
+        since_last_s = 0.0 if self._since is None else now - self._since
+        longer_s = max(0.0, since_last_s - self._mean_s) / (self._count + 1)
+        return max(self._mean_s + longer_s, 1e-6)
 
     def wait_s(self, work_tokens: float, now: float) -> float | None:
         """Return the time to admit `work_tokens`, None if too few admissions were seen."""

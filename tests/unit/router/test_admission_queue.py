@@ -143,6 +143,14 @@ def test_the_rate_counts_only_time_with_a_backlog() -> None:
     assert rate.wait_s(50, now) == pytest.approx(10.0)
 
 
+def test_a_pause_after_a_burst_weighs_as_one_admission() -> None:
+    rate = AdmissionRate()
+    rate.set_backlog(True, 0.0)
+    for _ in range(RATE_MIN_SAMPLES):
+        rate.admitted(10, 0.0)
+    assert rate.interval_s(0.9) == pytest.approx(0.9 / (RATE_MIN_SAMPLES + 1))
+
+
 def tenant(**limits: Any) -> Tenant:
     return Tenant(TenantConfig(name="a", **limits))
 
