@@ -185,9 +185,13 @@ class Clients:
         name, api = f"chaos-{uuid.uuid4().hex}", KINDS[question.kind][0]
         if api == "grpc":
             return self.grpc.stream(Request(name, self._model, question.prompt, question.sampling))
+        body = json.dumps(self.body(question)).encode()
+        return self._http.stream(Request(name, self._model, body))
+
+    def body(self, question: Question) -> dict[str, Any]:
+        """Return the body of a streaming `/v1/completions`."""
         body = completion_body(self._model, question.prompt, question.sampling)
-        body["return_token_ids"] = True
-        return self._http.stream(Request(name, self._model, json.dumps(body).encode()))
+        return {**body, "return_token_ids": True}
 
 
 async def right_answers(clients: Clients, questions: Sequence[Question]) -> dict[int, Answer]:

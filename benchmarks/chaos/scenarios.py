@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.batches import Batches
 from benchmarks.chaos import hooks
-from benchmarks.chaos.load import CLEAN, Answer
+from benchmarks.chaos.load import CLEAN, Answer, Choice
 from benchmarks.chaos.service import LOOK_S
 from benchmarks.errors import BenchError
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from pdserve.v1.worker_pb2 import WorkerEntry
 
 REPEATED: Final = 1_000_000  # is added to the number of a request that is sent once more
+# A batch has so many lines of each greedy question, to outlive both routers. Their numbers begin
+# above those of all requests.
+BATCH_COPIES: Final = 40
+BATCH_FIRST: Final = 1000 * REPEATED
 
 
 class MissedError(BenchError):
@@ -195,6 +200,44 @@ async def _kill_router(run: Run) -> None:
         run.may_send.set()
 
 
+async def _kill_router_batch(run: Run) -> None:
+    """Each router is killed once while a batch of the greedy questions runs. Its lines are
+    answers, too, and one that is there twice is a failure."""
+    await run.until_open(1)
+    greedy = [question for question in run.questions.values() if question.kind == "greedy"]
+    bodies = {
+        f"{BATCH_FIRST + copy * REPEATED + question.number}": {
+            **run.clients.body(question),
+            "stream": False,
+            "stream_options": None,
+        }
+        for copy in range(BATCH_COPIES)
+        for question in greedy
+    }
+    async with Batches(run.service.ready["http"]) as batches:
+        batch = await batches.begin(bodies)
+        for number in range(len(run.service.router_pids())):
+            counts = (await batches.get(batch))["request_counts"]
+            if counts["completed"] == len(bodies):
+                raise MissedError("the batch was over before a router was killed")
+            run.notes.append(f"{counts['completed']} of {len(bodies)} lines")
+            run.strike()
+            run.service.end(run.service.router_pids()[number])
+            await run.service.until_whole()
+        await batches.until(batch, lambda x: x["status"] not in ("validating", "in_progress"))
+        for name, body in await batches.answers(batch):
+            is_new = int(name) not in run.answers
+            answer = run.answers[int(name)] = Answer(int(name), time.monotonic())
+            choice = body["choices"][0]
+            tokens, text = choice["token_ids"], choice["text"]
+            answer.choices[0] = Choice(tokens, text, choice["finish_reason"])
+            answer.completion_tokens = body["usage"]["completion_tokens"]
+            answer.end("ok" if is_new else "failed", "" if is_new else "it was answered twice")
+        for name in bodies.keys() - {f"{number}" for number in run.answers}:
+            lost = run.answers[int(name)] = Answer(int(name), time.monotonic())
+            lost.end("failed", "no answer to this line")
+
+
 async def _abort(run: Run) -> None:
     """Clients of 60 % of the requests leave."""
     decided: set[int] = set()
@@ -281,6 +324,7 @@ _ALL: Final = (
     Scenario("kill_all", "SIGKILL to all", partial(_kill_all, roles="prefill,decode")),
     Scenario("kill_router", "SIGKILL to the only router; its streams are lost", _kill_router),
     Scenario("kill_router_of_two", "clients continue at the other", _kill_router, _TWO),
+    Scenario("kill_router_batch", "each of two, while a batch runs", _kill_router_batch, _TWO),
     Scenario("rolling_restart", "SIGTERM to all, one after the other", _rolling_restart, _TWO),
     Scenario("drop_transfers_tcp", "as drop_transfers, KV over TCP", _DROP, _TCP, needs_vllm=True),
     Scenario("corrupt_transfers_tcp", "KV over TCP", _CORRUPT, _TCP, needs_vllm=True),

@@ -9,17 +9,15 @@ the lines of the batch that were answered meanwhile in a second.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
+from benchmarks.batches import Batches
 from benchmarks.client import GrpcTarget, exactly
 from benchmarks.errors import BenchError, TargetError
 from benchmarks.service import Service
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from benchmarks.progress import Progress
 
 ALONE, BESIDE = "alone", "beside a batch"
-_POLL_S: Final = 0.1
-_BEGIN_TIMEOUT_S: Final = 60.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,25 +59,24 @@ async def run(
         await service.start()
         target = GrpcTarget(service.ready["grpc"])
         ending.push_async_callback(target.aclose)
-        api = await ending.enter_async_context(aiohttp.ClientSession(service.ready["http"]))
+        batches = await ending.enter_async_context(Batches(service.ready["http"]))
         model = await target.model()
 
         async def measure(variant: str, number: int) -> dict[str, float]:
             progress.step(f"round {number + 1} of {args.rounds}, {variant}")
             if variant == ALONE:
                 return {**await _traffic(target, model, number, variant, args), "lines/s": 0.0}
-            batch = await _begin(api, model.name, args)
+            batch = await _begin(batches, model.name, args)
             try:
-                before, begun = (await _batch(api, batch))["request_counts"], time.perf_counter()
+                before, begun = (await batches.get(batch))["request_counts"], time.perf_counter()
                 figures = await _traffic(target, model, number, variant, args)
-                after = await _batch(api, batch)
+                after = await batches.get(batch)
                 if after["status"] != "in_progress":
                     raise BenchError(f"the batch is {after['status']} too early: more --lines")
                 lines = after["request_counts"]["completed"] - before["completed"]
                 return {**figures, "lines/s": lines / (time.perf_counter() - begun)}
             finally:
-                await _call(api, "POST", f"/v1/batches/{batch}/cancel")
-                await _until(api, batch, "cancelled")
+                await batches.cancel(batch)
 
         rounds = [x async for x in alternate([ALONE, BESIDE], args.rounds, measure)]
     rows = []
@@ -122,47 +117,9 @@ async def _traffic(
     return {"ttft p50, ms": p50, "ttft p99, ms": p99, "failed": len(times) - len(ttfts)}
 
 
-async def _begin(api: aiohttp.ClientSession, model: str, args: argparse.Namespace) -> str:
-    """Create a batch. Return its id when it has answered lines."""
-    rows = []
+async def _begin(batches: Batches, model: str, args: argparse.Namespace) -> str:
+    bodies = {}
     for number in range(args.lines):
         words = random.Random(f"{time.time_ns()}/{number}").choices(("a", "b", "c"), k=args.prompt)
-        body = {"model": model, "prompt": " ".join(words), "max_tokens": args.tokens}
-        row = {"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body}
-        rows.append(json.dumps(row))
-    form = aiohttp.FormData({"purpose": "batch"})
-    form.add_field("file", "\n".join(rows).encode(), filename="in.jsonl")
-    file = await _call(api, "POST", "/v1/files", data=form)
-    wanted = {
-        "input_file_id": file["id"],
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-    }
-    batch: str = (await _call(api, "POST", "/v1/batches", json=wanted))["id"]
-    await _until(api, batch, "in_progress")
-    return batch
-
-
-async def _until(api: aiohttp.ClientSession, batch: str, status: str) -> None:
-    try:
-        async with asyncio.timeout(_BEGIN_TIMEOUT_S):
-            while True:
-                found = await _batch(api, batch)
-                begun = status != "in_progress" or found["request_counts"]["completed"] > 0
-                if found["status"] == status and begun:
-                    return
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError:
-        raise BenchError(f"the batch is {found['status']}, and not {status}") from None
-
-
-async def _batch(api: aiohttp.ClientSession, batch: str) -> dict[str, Any]:
-    return await _call(api, "GET", f"/v1/batches/{batch}")
-
-
-async def _call(api: aiohttp.ClientSession, method: str, path: str, **send: Any) -> dict[str, Any]:
-    async with api.request(method, path, **send) as response:
-        answer: dict[str, Any] = await response.json()
-        if response.status != 200:
-            raise BenchError(f"{method} {path}: {answer['error']['message']}")
-        return answer
+        bodies[f"{number}"] = {"model": model, "prompt": " ".join(words), "max_tokens": args.tokens}
+    return await batches.begin(bodies)
