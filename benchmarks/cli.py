@@ -120,7 +120,10 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         ),
         ("--differ", "SETTING,...", str, "", "what may differ"),
         ("--baseline", "NAME", str, None, "for ratios (default: the last)"),
-        ("--kv-cache-mib", "N", _count, None, "of each variant's workers together"),
+        (
+            *("--kv-cache-mib", "N", _count, None),
+            "of each variant's workers together (on CPUs: their part of a quarter of the memory)",
+        ),
         ("--url-model:endpoint_model", "NAME", str, None, "model of endpoints"),
         ("--vocab-size", "N", _count, None, "if no variant tells it"),
         _TRACE,

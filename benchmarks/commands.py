@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
 import uvloop
 
 from benchmarks.chaos.matrix import ChaosSettings, print_rows, run_matrix
@@ -46,6 +47,7 @@ from pdserve.cli.options import (
     http_tls_from,
 )
 from pdserve.config import load_config, to_mapping
+from pdserve.local.gpus import is_cpu_build
 
 if TYPE_CHECKING:
     import argparse
@@ -223,7 +225,11 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
     slo["router.slo.reject_factor"] = 1.0 if slo else 0.0
     common = slo | changes_from(args)
     engine = load_config(args.config, common).worker.engine
+    local = sum(not variant.url for variant in variants)
     kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20
+    if kv_cache_bytes is None and local > 1 and engine == "vllm" and is_cpu_build():
+        # Each would take its part of the whole machine, and all of them run all the time.
+        kv_cache_bytes = psutil.virtual_memory().total // 4 // local
     cores = share_cores(variants, len(os.sched_getaffinity(0)))
 
     def configured(variant: Variant) -> Variant:
