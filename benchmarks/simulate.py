@@ -309,8 +309,7 @@ async def _follow_load(
             step_model=costs.step_model,
             tpot_s=costs.slo.tpot_s,
         )
-        needs = {Role.PREFILL: loads.prefill_need, Role.DECODE: loads.decode_need}
-        wanted = scaler.decide(needs, loop.time())
+        wanted = scaler.decide(loads.needs, loop.time())
         counts: dict[Role, int] = {}
         for role, want in wanted.items():
             serving = [m for m in members if m.info.role is role and not m.draining]

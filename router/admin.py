@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from router.operations import RoleChanger
     from router.placement.cost import CostModel
     from router.request import RequestServer
-    from router.roles import Verdict
+    from router.roles import Loads, Verdict
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,11 +60,13 @@ class RegistryService(RegistryServicer):
         requests: RequestServer,
         costs: CostModel,
         roles: Mapping[str, Verdict],
+        loads: Mapping[str, Loads],
     ) -> None:
         self._fleet = fleet
         self._requests = requests
         self._costs = costs
         self._roles = roles
+        self._loads = loads
 
     async def Register(  # noqa: N802
         self, request: w.RegisterRequest, context: Context
@@ -118,6 +120,11 @@ class RegistryService(RegistryServicer):
                 w.ModelNote(model=x, text=v.text)
                 for x, v in sorted(self._roles.items())
                 if x in fleet.models()
+            ],
+            needs=[
+                w.RoleNeed(model=model, role=wire.role_to_pb(role), workers=need)
+                for model, loads in sorted(self._loads.items())
+                for role, need in loads.needs.items()
             ],
             disaggregation=[
                 w.ModelNote(model=x, text=self._costs.disaggregation(x)) for x in fleet.models()

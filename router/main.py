@@ -199,7 +199,11 @@ class RouterServer:
         )
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, opened, keys),
-            RegistryService(fleet, requests, costs, roles if config.roles.auto else {}),
+            RegistryService(
+                *(fleet, requests, costs),
+                roles if config.roles.auto else {},
+                autoscaler.loads,
+            ),
             AdminService(decisions, fleet, changer),
         )
         store = await enter(_batch_store(config.batch, router_id))

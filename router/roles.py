@@ -55,6 +55,10 @@ class Loads:
     decode_need: float
 
     @property
+    def needs(self) -> dict[Role, float]:
+        return {Role.PREFILL: self.prefill_need, Role.DECODE: self.decode_need}
+
+    @property
     def prefill(self) -> float:
         """Load of prefill: 1 is all that its workers can do, infinite without workers."""
         return self.prefill_need / self.prefill_workers if self.prefill_workers else math.inf
@@ -244,7 +248,7 @@ def spare_for(members: Sequence[Member], role: Role, failed: Collection[str]) ->
 
 class Autoscaler:
     """Looks at the loads of each model, and changes roles if `config.auto` is set. `verdicts` has
-    the last of each model."""
+    the last of each model, of averaged loads; `loads` has those of the last look."""
 
     def __init__(
         self,
@@ -255,6 +259,7 @@ class Autoscaler:
         config: RolesConfig,
     ) -> None:
         self.verdicts: dict[str, Verdict] = {}
+        self.loads: dict[str, Loads] = {}
         self._fleet = fleet
         self._costs = costs
         self._admission = admission
@@ -280,7 +285,7 @@ class Autoscaler:
         )
         state = self._states.setdefault(model, RoleState(loads, now, now))
         verdict, before = state.decide(loads, now, config), self.verdicts.get(model)
-        self.verdicts[model] = verdict
+        self.verdicts[model], self.loads[model] = verdict, loads
         if not config.auto:
             return
         if before is None or before.stance != verdict.stance:

@@ -308,7 +308,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology")
+    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology", "needs")
     class TopologyEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -321,12 +321,24 @@ class ListWorkersResponse(_message.Message):
     ROLES_FIELD_NUMBER: _ClassVar[int]
     DISAGGREGATION_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
     roles: _containers.RepeatedCompositeFieldContainer[ModelNote]
     disaggregation: _containers.RepeatedCompositeFieldContainer[ModelNote]
     topology: _containers.ScalarMap[str, str]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    needs: _containers.RepeatedCompositeFieldContainer[RoleNeed]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ..., needs: _Optional[_Iterable[_Union[RoleNeed, _Mapping]]] = ...) -> None: ...
+
+class RoleNeed(_message.Message):
+    __slots__ = ("model", "role", "workers")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    role: Role
+    workers: float
+    def __init__(self, model: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., workers: _Optional[float] = ...) -> None: ...
 
 class ModelNote(_message.Message):
     __slots__ = ("model", "text")

@@ -19,6 +19,7 @@ from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_ser
 from router.admin import RegistryService
 from router.fleet.registry import Fleet
 from router.placement.cost import CostModel
+from router.roles import Loads
 from tests.fakes import MODEL, ScriptedWorker, worker_info
 from tests.patience import WAIT_S
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from router.request import RequestServer
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
+LOADS = {"m": Loads(1, 2, 0.5, 1.5)}
 
 
 class Idle:
@@ -43,7 +45,7 @@ async def registry(fleet: Fleet) -> AsyncIterator[RegistryAsyncStub]:
     server = rpc.make_server()
     costs = CostModel(fleet, SloConfig(), fleet.now)
     requests = cast("RequestServer", Idle())
-    add_RegistryServicer_to_server(RegistryService(fleet, requests, costs, {}), server)
+    add_RegistryServicer_to_server(RegistryService(fleet, requests, costs, {}, LOADS), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with fleet, rpc.open_channel(f"127.0.0.1:{port}") as channel:
@@ -77,6 +79,13 @@ async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
         await stub.Deregister(w.DeregisterRequest(worker_id="p", instance_id="e1"))
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
         assert entry.state == "lost"
+
+
+async def test_the_needs_of_each_role_are_listed() -> None:
+    async with registry(Fleet(router_id="router-1", lease_s=5.0)) as stub:
+        needs = (await stub.ListWorkers(w.ListWorkersRequest())).needs
+    found = {(x.model, wire.role_from_pb(x.role)): x.workers for x in needs}
+    assert found == {("m", Role.PREFILL): 0.5, ("m", Role.DECODE): 1.5}
 
 
 async def test_figures_that_are_none_are_refused_by_name() -> None:
