@@ -7,11 +7,16 @@ import gc
 import logging
 import os
 import signal
-import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pdserve.cli import cluster
-from pdserve.cli.options import add_command, add_config_options, changes_from, config_from
+from pdserve.cli.options import (
+    add_command,
+    add_config_options,
+    changes_from,
+    config_from,
+    log_to_stderr,
+)
 from pdserve.config import load_config
 from pdserve.errors import ConfigError
 from pdserve.local.child import add_child_options, exit_at_once, served_process
@@ -140,7 +145,7 @@ def _up(args: argparse.Namespace) -> int | Coroutine[Any, Any, int]:
 def _router(args: argparse.Namespace) -> int:
     with served_process(args) as reports:
         config = config_from(args).router
-        _log(config.log_level)
+        log_to_stderr(config.log_level)
         import uvloop
 
         uvloop.run(_serve_as_router(config, reports))
@@ -183,16 +188,8 @@ async def _serve_as_router(config: RouterConfig, reports: Reports) -> None:
 def _worker(args: argparse.Namespace) -> NoReturn:
     with served_process(args) as reports:
         config = config_from(args).worker
-        _log(config.log_level)
+        log_to_stderr(config.log_level)
         from workers.main import run_worker
 
         code = run_worker(config, reports=reports)
     exit_at_once(code)
-
-
-def _log(level: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )

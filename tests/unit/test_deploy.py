@@ -16,6 +16,7 @@ from pdserve.cli import build_parser
 from pdserve.cli.options import config_from
 from pdserve.config import MOVE_S, UNPIN_S, Config
 from pdserve.metrics import METRICS
+from tests.kubernetes_api import rights_of
 
 schemas = pytest.importorskip("kubernetes_validate.utils")
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy/kubernetes"
@@ -44,6 +45,12 @@ def overlay(folder: Path, *components: str) -> Path:
     changed = CONFIG.read_text("utf-8") + "  log_level: debug\n"
     (folder / "mysite/pdserve.yaml").write_text(changed)
     return folder / "mysite"
+
+
+def without_replicas(folder: Path) -> Path:
+    path = folder / "kustomization.yaml"
+    path.write_text(re.sub(r"^replicas:\n(  - .*\n)+", "", path.read_text(), flags=re.MULTILINE))
+    return folder
 
 
 def workload(name: str) -> dict[str, Any]:
@@ -211,10 +218,7 @@ def test_tls_has_certificates_where_the_configuration_looks_for_them(tmp_path: P
 
 
 def test_scalers_and_routes_lead_to_what_there_is(tmp_path: Path) -> None:
-    folder = overlay(tmp_path, "keda", "gateway")
-    path = folder / "kustomization.yaml"
-    path.write_text(re.sub(r"^replicas:\n(  - .*\n)+", "", path.read_text(), flags=re.MULTILINE))
-    found = render(folder)
+    found = render(without_replicas(overlay(tmp_path, "keda", "gateway")))
     scaled = [x["spec"] for (kind, _), x in found.items() if kind == "ScaledObject"]
     assert len(scaled) == 2
     for spec in scaled:
@@ -232,6 +236,28 @@ def test_scalers_and_routes_lead_to_what_there_is(tmp_path: Path) -> None:
     assert ("PrometheusRule", "pdserve") in found
     shown = found["ConfigMap", "pdserve-dashboards"]["data"]
     assert set(shown) == {x.name for x in DEPLOY.parent.glob("dashboards/*.json")}
+
+
+def test_the_scaler_reaches_what_it_scales_and_nothing_else(tmp_path: Path) -> None:
+    folder = without_replicas(overlay(tmp_path, "scaler", "tls"))
+    found = render(folder)
+    pod = pod_of(found, "scaler")
+    (container,) = pod["containers"]
+    assert container["image"] == pod_of(found, "router")["containers"][0]["image"]
+    assert "limits" not in container["resources"]  # no GPU
+    worker = config_of(pod).worker
+    assert worker.routers == config_of(pod_of(found, "decode")).worker.routers
+    assert worker.access.tls.is_mutual
+    mounts = {x["mountPath"] for x in container["volumeMounts"]}
+    assert str(Path(worker.access.tls.cert_file).parent) in mounts
+    args = build_parser().parse_args(container["args"])
+    for role in ("prefill", "decode"):
+        assert getattr(args, role).least >= 1
+        assert "replicas" not in found["Deployment", f"pdserve-{role}"]["spec"]
+    (subject,) = found["RoleBinding", "pdserve-scaler"]["subjects"]
+    assert (subject["namespace"], subject["name"]) == ("pdserve", pod["serviceAccountName"])
+    names = {x for *_, names in rights_of(found["Role", "pdserve-scaler"]) for x in names}
+    assert names == {"pdserve-prefill", "pdserve-decode", args.lease}
 
 
 def test_the_chart_is_what_the_base_makes() -> None:

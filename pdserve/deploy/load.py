@@ -1,0 +1,81 @@
+"""The load of a service, as its routers report it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from pdserve import wire
+from pdserve.errors import PdserveError, Unavailable
+from pdserve.rpc import error_from_rpc
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryStub
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.discovery import Discovery
+    from pdserve.rpc import Dialer
+    from pdserve.types import Role
+
+_ANSWER_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Workers that the load of each role keeps busy, and open streams by worker."""
+
+    needs: Mapping[Role, float]
+    streams: Mapping[str, int]
+
+
+class RouterLoads:
+    """The load of one model at every router that `discovery` finds."""
+
+    def __init__(self, discovery: Discovery, dialer: Dialer, model: str) -> None:
+        self._discovery = discovery
+        self._dialer = dialer
+        self._model = model
+
+    async def measure(self) -> Load:
+        """Return the highest that a router reports: each knows all workers, but of the requests
+        that wait only its own. Raises PdserveError if none answers."""
+        addresses = await self._discovery.addresses()
+        answers = await asyncio.gather(*map(self._ask, addresses))
+        loads = [x for x in answers if isinstance(x, Load)]
+        if not loads:
+            failures = [x for x in answers if isinstance(x, PdserveError)]
+            raise next(iter(failures), Unavailable("no router is listed"))
+        needs: dict[Role, float] = {}
+        streams: dict[str, int] = {}
+        for load in loads:
+            for role, need in load.needs.items():
+                needs[role] = max(need, needs.get(role, 0.0))
+            for name, count in load.streams.items():
+                streams[name] = max(count, streams.get(name, 0))
+        return Load(needs, streams)
+
+    async def _ask(self, address: str) -> Load | PdserveError:
+        async with self._dialer.open_channel(address) as channel:
+            try:
+                found = await RegistryStub(channel).ListWorkers(
+                    w.ListWorkersRequest(), timeout=_ANSWER_S, metadata=self._dialer.metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                failure = error_from_rpc(error)
+                return type(failure)(f"router at {address}: {failure.message}")
+        ours = [x for x in found.workers if x.info.model.name == self._model]
+        return Load(
+            {wire.role_from_pb(x.role): x.workers for x in found.needs if x.model == self._model},
+            {x.info.worker_id: _streams(x) for x in ours if x.state != "lost"},
+        )
+
+
+def _streams(entry: w.WorkerEntry) -> int:
+    """Return the open streams of a worker: as it says itself, else those of this router."""
+    if entry.HasField("load"):
+        return entry.load.num_running_reqs + entry.load.num_waiting_reqs
+    return entry.outstanding_requests

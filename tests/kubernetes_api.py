@@ -1,0 +1,179 @@
+"""The API server of Kubernetes, as far as our code talks to it: objects in memory over HTTP."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+_COMPONENTS = Path(__file__).parents[1] / "deploy/kubernetes/components"
+NAMESPACE = "pdserve"
+# Go's layout of a MicroTime: six digits, always.
+_MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)")
+_PATH = re.compile(
+    r"/apis?/(?:(?P<group>[\w.-]+)/)?(?P<version>v\w+)/namespaces/pdserve"
+    r"/(?P<plural>\w+)(?:/(?P<name>[\w.-]+))?(?P<scale>/scale)?"
+)
+_REASONS = {403: "Forbidden", 404: "NotFound", 409: "Conflict", 422: "Invalid"}
+_VERBS = {"GET": "get", "PATCH": "patch", "POST": "create"}
+
+
+Right = tuple[str, str, tuple[str, ...]]
+
+
+def rights_of(role: dict[str, Any]) -> set[Right]:
+    """Return what a Role allows."""
+    return {
+        (verb, resource, tuple(rule.get("resourceNames", ())))
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    }
+
+
+def rights_in(component: str) -> set[Right]:
+    """Return what the Role of a component in deploy/kubernetes allows."""
+    texts = [path.read_text("utf-8") for path in (_COMPONENTS / component).glob("*.yaml")]
+    documents = [x for text in texts for x in yaml.safe_load_all(text)]
+    (role,) = (x for x in documents if x["kind"] == "Role")
+    return rights_of(role)
+
+
+class KubernetesApi:
+    """State: objects by type and name; `writes`, what was written, in order; `rights`, what
+    everybody may: verb, type, and names if not all; `races`, how many of the next writes come after
+    somebody else's."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.writes: list[tuple[str, str, dict[str, Any]]] = []
+        self.rights: set[Right] = set()
+        self.races = 0
+        self._versions = itertools.count(1)
+
+    def add(self, plural: str, name: str, **spec: object) -> None:
+        metadata = {"name": name, "namespace": NAMESPACE}
+        self.objects[plural, name] = {"metadata": metadata, "spec": spec}
+        self.touch(plural, name)
+
+    def touch(self, plural: str, name: str) -> None:
+        """Somebody else changes something of an object."""
+        self.objects[plural, name]["metadata"]["resourceVersion"] = str(next(self._versions))
+
+    def replicas(self, name: str, plural: str = "deployments") -> int:
+        replicas: int = self.objects[plural, name]["spec"]["replicas"]
+        return replicas
+
+    def written(self, plural: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return the name and the change of each write of one type."""
+        return [(name, change) for kind, name, change in self.writes if kind == plural]
+
+    async def answer(self, request: web.Request) -> web.Response:
+        found = _PATH.fullmatch(request.path)
+        if found is None:
+            return _refused(404, f"no such path: {request.path}")
+        plural, name, is_scale = found["plural"], found["name"], bool(found["scale"])
+        kind, verb = plural + "/scale" * is_scale, _VERBS[request.method]
+        may = [names for v, k, names in self.rights if (v, k) == (verb, kind)]
+        if not any(not names or name in names for names in may):
+            group = found["group"] or ""
+            return _refused(
+                403,
+                f'{plural}.{group} "{name}" is forbidden: User "system:serviceaccount:pdserve:'
+                f'pdserve-scaler" cannot {verb} resource "{kind}" in API group "{group}"',
+            )
+        body = await request.json() if request.can_read_body else {}
+        if verb == "create":
+            name = body["metadata"]["name"]
+            if (plural, name) in self.objects:
+                return _refused(409, f'{plural} "{name}" already exists')
+            self.add(plural, name, **body["spec"])
+        if (plural, name) not in self.objects:
+            return _refused(404, f'{plural} "{name}" not found')
+        if verb == "patch":
+            assert request.content_type == "application/merge-patch+json"
+            if self.races and plural != "leases":
+                self.races -= 1
+                self.touch(plural, name)
+            if refused := self._patch(kind, plural, name, body):
+                return refused
+        return web.json_response(self._shown(plural, name, is_scale=is_scale))
+
+    def _patch(self, kind: str, plural: str, name: str, change: Any) -> web.Response | None:
+        stored = self.objects[plural, name]
+        version = change.get("metadata", {}).get("resourceVersion")
+        if version not in (None, stored["metadata"]["resourceVersion"]):
+            return _refused(409, f'Operation cannot be fulfilled on {plural} "{name}"')
+        for key in ("renewTime", "acquireTime"):
+            value = change.get("spec", {}).get(key)
+            if value is not None and not _MICRO_TIME.fullmatch(value):
+                return _refused(422, f"{key} is no MicroTime")
+        _merge(stored, change)
+        self.touch(plural, name)
+        self.writes.append((kind, name, change))
+        return None
+
+    def _shown(self, plural: str, name: str, *, is_scale: bool) -> dict[str, Any]:
+        stored = self.objects[plural, name]
+        if not is_scale:
+            return stored
+        # Fields that are 0 are left out.
+        replicas = stored["spec"]["replicas"]
+        spec = {"replicas": replicas} if replicas else {}
+        return {"apiVersion": "autoscaling/v1", "kind": "Scale", **stored, "spec": spec}
+
+
+@asynccontextmanager
+async def kubernetes_api(folder: Path) -> AsyncIterator[tuple[KubernetesApi, Path]]:
+    """Serve an empty API at a free port. Yield it, and a kubeconfig that leads there."""
+    api = KubernetesApi()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", api.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "contexts": [
+                {"name": "test", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}
+            ],
+            "clusters": [{"name": "c", "cluster": {"server": f"http://{host}:{port}"}}],
+            "users": [{"name": "u", "user": {}}],
+        }
+        path = folder / "kubeconfig"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        yield api, path
+    finally:
+        await runner.cleanup()
+
+
+def _merge(into: dict[str, Any], change: dict[str, Any]) -> None:
+    """Apply a JSON merge patch (RFC 7396)."""
+    for key, value in change.items():
+        if value is None:
+            into.pop(key, None)
+        elif isinstance(value, dict):
+            _merge(into.setdefault(key, {}), value)
+        else:
+            into[key] = value
+
+
+def _refused(code: int, message: str) -> web.Response:
+    status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+    status |= {"message": message, "reason": _REASONS[code]}
+    body = json.dumps({**status, "code": code}).encode()
+    return web.Response(body=body, status=code, content_type="application/json")
