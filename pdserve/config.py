@@ -368,6 +368,13 @@ class RouterConfig(_Section, frozen=True):
                 (api, tls.is_mutual or access.admin_keys, admin),
             )
 
+    @property
+    def has_console(self) -> bool:
+        """True if somebody may open the console: see docs/console.md."""
+        access = self.access
+        needs_key = self.tenants or access.asks_for_roles or is_exposed(self.http_host)
+        return bool(access.admin_keys) or not needs_key
+
 
 class TiersConfig(_Section, frozen=True):
     """Where a worker keeps prefixes that its KV cache evicts. Prefill workers load them from there.

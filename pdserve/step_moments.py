@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +31,7 @@ HALF_LIFE_S = 600.0
 # change raises the mean.
 OUTLIER_RATIO = 4.0
 _TRUSTED_STEPS = 4.0
+RECENT_STEPS = 64  # that are remembered one by one
 _NO_SUMS = (0.0,) * (FEATURES + 1) ** 2
 
 
@@ -133,10 +135,20 @@ class _Cell:
         return float(0.5 ** (max(0.0, now - self.at) / HALF_LIFE_S))
 
 
+class Step(NamedTuple):
+    """One engine step, in seconds on the clock of `StepRecorder.observe`."""
+
+    ended_at: float
+    took_s: float
+    prefill_tokens: int
+    decode_reqs: int
+
+
 class StepRecorder:
-    """Collects steps. `observe` and `moments` may be called from different threads."""
+    """Collects steps. Its methods may be called from different threads."""
 
     def __init__(self) -> None:
+        self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         # One cell for each power of four of prompt tokens, or of two of decoding requests.
         self._cells: dict[tuple[bool, int], _Cell] = {}
         self._lock = threading.Lock()
@@ -150,6 +162,12 @@ class StepRecorder:
         with self._lock:
             cell = self._cells.setdefault((has_prompt, tokens if has_prompt else reqs), _Cell())
             cell.add(shape, seconds, now)
+            self._recent.append(Step(now, seconds, shape.prefill_tokens, shape.decode_reqs))
+
+    def recent(self) -> list[Step]:
+        """Return the last steps, oldest first."""
+        with self._lock:
+            return list(self._recent)
 
     def moments(self, now: float) -> StepMoments:
         """Return what is remembered at `now`, on the clock of `observe`."""

@@ -14,7 +14,9 @@ from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pdserve.step_moments import Step
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -166,6 +168,15 @@ def moments_from_pb(message: w.StepMoments) -> StepMoments:
         if not getattr(moments, name).is_sound:
             raise InvalidRequest(f"steps.{name} has no sums over steps", field=f"steps.{name}")
     return moments
+
+
+def recent_steps_to_pb(steps: Sequence[Step], now: float) -> w.RecentSteps:
+    return w.RecentSteps(
+        age_s=[now - step.ended_at for step in steps],
+        took_s=[step.took_s for step in steps],
+        prefill_tokens=[step.prefill_tokens for step in steps],
+        decode_reqs=[step.decode_reqs for step in steps],
+    )
 
 
 def ledger_to_pb(ledger: t.KvLedger) -> w.KvLedger:

@@ -17,7 +17,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.decisions import explained
-from router.operations import drain, undrain
+from router.operations import checked_timeout, drain, undrain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
-
-MAX_DRAIN_S = 86400.0
 
 
 def _aborting(method: Method) -> Method:
@@ -94,6 +92,7 @@ class RegistryService(RegistryServicer):
             kv=wire.kv_report_from_pb(request.kv) if request.HasField("kv") else None,
             unhealthy=request.unhealthy,
             adapters=[wire.adapter_from_pb(x) for x in request.adapters],
+            gpus=request.gpus,
         ):
             unknown = Unavailable(f"worker {worker_id} is not registered")
             await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
@@ -185,7 +184,7 @@ class AdminService(AdminServicer):
     async def ChangeRole(  # noqa: N802
         self, request: a.ChangeRoleRequest, context: Context
     ) -> a.ChangeRoleResponse:
-        drain_s = _checked_timeout(request.drain_timeout_s, field="drain_timeout_s")
+        drain_s = checked_timeout(request.drain_timeout_s, field="drain_timeout_s")
         role = wire.role_from_pb(request.role)
         return await self._roles.change(request.worker_id, role, drain_timeout_s=drain_s)
 
@@ -198,7 +197,7 @@ class AdminService(AdminServicer):
         steps = drain(
             self._fleet,
             request.worker_id,
-            timeout_s=_checked_timeout(request.timeout_s, field="timeout_s"),
+            timeout_s=checked_timeout(request.timeout_s, field="timeout_s"),
             force=request.force,
             stop=request.stop,
         )
@@ -212,9 +211,3 @@ class AdminService(AdminServicer):
     ) -> a.UndrainWorkerResponse:
         await undrain(self._fleet, request.worker_id)
         return a.UndrainWorkerResponse()
-
-
-def _checked_timeout(seconds: float, *, field: str) -> float:
-    if not 0 <= seconds <= MAX_DRAIN_S:
-        raise InvalidRequest(f"{field} must be between 0 and {MAX_DRAIN_S:g}", field=field)
-    return seconds

@@ -30,6 +30,7 @@ from router.admin import AdminService, RegistryService
 from router.admission import AdmissionController, AdmissionLimits, Tenants
 from router.api.auth import Keys
 from router.api.batches import BatchApi
+from router.api.console import Console
 from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
@@ -39,6 +40,7 @@ from router.api.responses import ResponseApi
 from router.background import background
 from router.batch.runner import BatchRunner
 from router.batch.store import BatchStore
+from router.console import Sources
 from router.decisions import DecisionLog
 from router.fleet.registry import Fleet
 from router.health_checks import ActiveHealthChecks
@@ -206,10 +208,14 @@ class RouterServer:
             ),
             AdminService(decisions, fleet, changer),
         )
+        sources = Sources(
+            fleet, requests.log, decisions, admission, costs, roles, changer, config.slo
+        )
         store = await enter(_batch_store(config.batch, router_id))
         http_api = HttpApi(
             *(requests, preprocessor, opened, metrics.render, adapters, keys, config.cors_origins),
             BatchApi(store, config.batch.max_file_mib << 20),
+            Console(sources, keys, opened, config.http_host),
             responses=ResponseApi(store),
             pooling=PoolingApi(Embedder(fleet, admission, metrics), preprocessor),
         )

@@ -46,6 +46,14 @@ MOVE_AND_FREE_S = 60.0
 RPC_TIMEOUT_S = 5.0
 JOIN_TIMEOUT_S = 15.0
 PERIOD_S = 0.25
+MAX_DRAIN_S = 86400.0
+
+
+def checked_timeout(seconds: float, *, field: str) -> float:
+    """Raises InvalidRequest for seconds that no drain may take."""
+    if not 0 <= seconds <= MAX_DRAIN_S:
+        raise InvalidRequest(f"{field} must be between 0 and {MAX_DRAIN_S:g}", field=field)
+    return seconds
 
 
 @asynccontextmanager
@@ -136,6 +144,11 @@ class RoleChanger:
         self._fleet = fleet
         self._metrics = metrics
         self._worker_id = ""
+
+    @property
+    def changing(self) -> str:
+        """The worker whose role is changing, "" if none is."""
+        return self._worker_id
 
     async def change(
         self, worker_id: str, role: Role, *, drain_timeout_s: float

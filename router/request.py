@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from pdserve.errors import (
     BudgetExhausted,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve.telemetry import Span, Tracing
-    from pdserve.types import Adapter, GenerateRequest, ModelInfo
+    from pdserve.types import Adapter, GenerateRequest, ModelInfo, ServiceClass
     from router.admission import AdmissionController
     from router.answer import Out
     from router.fleet.member import Member
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNAVAILABLE_RETRY_AFTER_S = 5.0
+RECORDS_KEPT = 10_000  # about 1 KiB each
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,71 @@ class Services:
     metrics: RouterMetrics
     budget: RetryBudget
     queue_timeout_s: float = 30.0
+
+
+class RequestRecord(Struct, eq=False, kw_only=True):
+    """What is remembered of a request; nothing of its prompt and answer.
+
+    `number` counts requests. `arrived`, `admitted` and `ended` are in seconds on the event loop's
+    clock, 0 if it has not happened. `outcome` is the finish reason or the error's code, "" while
+    the request is open; `reason` and `message` are the error's. `answers` are there while they are
+    made.
+    """
+
+    number: int = 0
+    request_id: str
+    model: str
+    tenant: str
+    service_class: ServiceClass
+    prompt_tokens: int
+    arrived: float
+    admitted: float = 0.0
+    ended: float = 0.0
+    ttft_s: float = 0.0
+    outcome: str = ""
+    reason: str = ""
+    message: str = ""
+    trace_id: str = ""
+    usage: Usage | None = None
+    receipt: Receipt | None = None
+    answers: list[Answer] = []
+
+    @classmethod
+    def of(cls, request: GenerateRequest, now: float) -> RequestRecord:
+        return cls(
+            request_id=request.request_id,
+            model=request.model,
+            tenant=request.tenant,
+            service_class=request.service_class,
+            prompt_tokens=len(request.prompt_token_ids),
+            arrived=now,
+        )
+
+
+class RequestLog:
+    """State: `open`, the requests that have not ended, in order of arrival; `ended`, the last ones
+    that have; and `ended_count`, how many have."""
+
+    def __init__(self) -> None:
+        self.open: dict[RequestRecord, None] = {}
+        self.ended: deque[RequestRecord] = deque(maxlen=RECORDS_KEPT)
+        self.ended_count = 0
+        self._begun = 0
+
+    def begin(self, record: RequestRecord) -> None:
+        self._begun += 1
+        record.number = self._begun
+        self.open[record] = None
+
+    def end(self, record: RequestRecord, now: float, error: PdserveError | None) -> None:
+        """The request was answered, or ended by `error`."""
+        del self.open[record]
+        record.ended, record.answers = now, []
+        if error is not None:
+            record.outcome = error.code
+            record.reason, record.message = error.reason, error.message
+        self.ended.append(record)
+        self.ended_count += 1
 
 
 class RequestServer:
@@ -85,7 +153,7 @@ class RequestServer:
         self._tracing = tracing
         self._parser = parser
         self._generations: set[Generation] = set()
-        self.open_requests = 0
+        self.log = RequestLog()
         self.open_adapters = Counter[str]()  # open requests by the key of their LoRA adapter
 
     async def admit_queued(self) -> None:
@@ -108,14 +176,15 @@ class RequestServer:
         placer, metrics = services.placer, services.metrics
         span: Span | None = None
         ended_by: PdserveError | None = Cancelled("the client went away")
-        arrived, admitted, outcome = loop.time(), 0.0, ""
         generations: list[Generation] = []
-        self.open_requests += 1
+        record = RequestRecord.of(request, loop.time())
+        self.log.begin(record)
         self.open_adapters[request.adapter_key] += 1
         try:
             if self._tracing is not None:
                 span = self._begin_span(self._tracing, request)
                 request = request.under("" if span is None else span.traceparent)
+                record.trace_id = trace_id(request.traceparent)
             demand = placer.demand(request)
             async with services.admission.slot(
                 request,
@@ -123,19 +192,20 @@ class RequestServer:
                 kv_tokens=demand.kv_tokens,
                 has_adapter_slot=lambda: placer.has_adapter_slot(demand),
             ) as reservation:
-                admitted = loop.time()
+                record.admitted = loop.time()
                 if span is not None:
-                    span.phase("admission", 0.0, admitted - arrived)
+                    span.phase("admission", 0.0, record.admitted - record.arrived)
                 generations += [
                     Generation(services, request, demand, out, index)
                     for index in range(request.sampling.n)
                 ]
                 self._generations.update(generations)
-                outcome = await self._generate(generations, reservation, arrived, admitted)
+                record.answers = [x.answer for x in generations]
+                record.outcome = await self._generate(generations, record, reservation)
             ended_by = None
         except PdserveError as error:
             ended_by = error
-            if admitted:
+            if record.admitted:
                 logger.info("request %s failed: %s", request.request_id, error.message)
             else:
                 # A model name that is not served must not become a label.
@@ -143,23 +213,18 @@ class RequestServer:
                 metrics.refused(known, request.tenant, error)
             raise
         finally:
-            self.open_requests -= 1
+            self._generations.difference_update(generations)
+            self.log.end(record, loop.time(), ended_by)
             self.open_adapters[request.adapter_key] -= 1
             if not self.open_adapters[request.adapter_key]:
                 del self.open_adapters[request.adapter_key]
-            self._generations.difference_update(generations)
-            if admitted:
-                code = outcome if ended_by is None else ended_by.code
-                metrics.count("requests", request.model, code)
+            if record.admitted:
+                metrics.count("requests", request.model, record.outcome)
             if span is not None:
                 span.end(ended_by)
 
     async def _generate(
-        self,
-        generations: Sequence[Generation],
-        reservation: Reservation,
-        arrived: float,
-        admitted: float,
+        self, generations: Sequence[Generation], record: RequestRecord, reservation: Reservation
     ) -> str:
         """Write all answers and return why the first one ended. The last delta has the usage and
         the receipt of all."""
@@ -177,7 +242,7 @@ class RequestServer:
             last.prompt_logprobs = delta.prompt_logprobs
             unfinished -= 1
             if not unfinished:
-                last.usage, last.receipt = self._account(generations, arrived, admitted)
+                last.usage, last.receipt = self._account(generations, record)
             out.write(last)
 
         try:
@@ -202,11 +267,12 @@ class RequestServer:
             raise errors.exceptions[0] from None
 
     def _account(
-        self, generations: Sequence[Generation], arrived: float, admitted: float
+        self, generations: Sequence[Generation], record: RequestRecord
     ) -> tuple[Usage, Receipt]:
         """Return what all answers cost, and count it."""
         metrics, now = self._services.metrics, asyncio.get_running_loop().time()
-        parent, waited_s = generations[0], admitted - arrived
+        parent, arrived = generations[0], record.arrived
+        waited_s = record.admitted - arrived
         request, resumed = parent.request, len(parent.request.resume)
         lengths = [len(x.answer.tokens) for x in generations]
         # Each token is counted once, however often it was computed.
@@ -214,6 +280,7 @@ class RequestServer:
         receipt = combined_receipt([x.receipt(waited_s) for x in generations])
         ttft_s = min(x.answer.first_token_at or now for x in generations) - arrived
         e2e_s = now - arrived
+        record.usage, record.receipt, record.ttft_s = usage, receipt, ttft_s
         metrics.answered(
             request.model,
             request.tenant,
@@ -223,7 +290,7 @@ class RequestServer:
             longest=max(lengths) - resumed,
             ttft_s=ttft_s,
             e2e_s=e2e_s,
-            trace_id=trace_id(request.traceparent) if self._tracing is not None else "",
+            trace_id=record.trace_id,
         )
         if len(generations) == 1 and not (receipt.fallbacks or resumed):
             ttft_s, e2e_s = ttft_s - waited_s, e2e_s - waited_s
@@ -236,6 +303,10 @@ class RequestServer:
         other. Return how many move. The rest end where they are."""
         generations = list(self._generations)
         return sum(x.move_off(worker_id, reason, live_only=live_only) for x in generations)
+
+    @property
+    def open_requests(self) -> int:
+        return len(self.log.open)
 
     def models(self) -> Mapping[str, ModelInfo]:
         """The models of the registered workers, by name."""

@@ -39,7 +39,7 @@ from pdserve.types import ErrorInfo, FinishReason, StreamDelta
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
     from pdserve.errors import PdserveError
-    from pdserve.step_moments import StepMoments
+    from pdserve.step_moments import Step, StepMoments
     from pdserve.types import (
         Adapter,
         KvEndpoint,
@@ -190,6 +190,10 @@ class Engine(Protocol):
 
     def step_moments(self) -> StepMoments | None:
         """Return what its steps have cost, or None before the start."""
+        ...
+
+    def recent_steps(self) -> Sequence[Step]:
+        """Return the last steps, oldest first, on the event loop's clock."""
         ...
 
     async def load_adapter(self, adapter: Adapter) -> None:

@@ -143,7 +143,7 @@ class WorkerServer(WorkerServicer):
             web = HttpServer(pages, debug)
             stack.push_async_callback(web.stop)
             await web.start()
-        self.routers.start(info, self.service.state)
+        self.routers.start(info, self._renewal)
         stack.push_async_callback(self.routers.stop)
         for name, watch in (
             ("gpu-watch", self._gpus.watch(self.service.set_unhealthy)),
@@ -222,6 +222,11 @@ class WorkerServer(WorkerServicer):
         await self.routers.stop()
         self.service.close_sessions()
         await self._stack.aclose()
+
+    def _renewal(self) -> w.RenewRequest:
+        renewal = self.service.state()
+        renewal.gpus.extend(self._gpus.latest)
+        return renewal
 
     def _describe(self, engine: EngineInfo, **addresses: str) -> WorkerInfo:
         gpus = self._config.gpus

@@ -329,8 +329,10 @@ class WorkerService:
         if now - session.steps_reported_at >= STEPS_PERIOD_S:
             moments = self._engine.step_moments()
             if moments is not None and (moments.prefill.steps or moments.decode.steps):
-                session.steps_reported_at = now
+                before, session.steps_reported_at = session.steps_reported_at, now
                 frame.steps.CopyFrom(wire.moments_to_pb(moments))
+                new = [step for step in self._engine.recent_steps() if step.ended_at > before]
+                frame.recent_steps.CopyFrom(wire.recent_steps_to_pb(new, now))
         return frame
 
     def beat(self, session: Session) -> None:

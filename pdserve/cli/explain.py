@@ -18,6 +18,7 @@ from pdserve.cli.options import (
     say,
     table_of,
 )
+from pdserve.explanation import details, outcome, predicted, scores, total
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 
@@ -68,21 +69,15 @@ def show(request: a.ExplainedRequest, console: Console) -> None:
     for number, decision in enumerate(request.decisions, 1):
         when = datetime.fromtimestamp(decision.unix_time_s).astimezone()
         policy = f"{escape(decision.policy)}: " if decision.policy else ""
-        where = f"{policy}[bold]{escape(_outcome(decision))}[/]"
+        where = f"{policy}[bold]{escape(outcome(decision))}[/]"
         console.print(f"\n{number}. {when:%H:%M:%S.%f} {where}", soft_wrap=True)
-        if decision.cause:
-            line(f"placed again: {decision.cause}")
-        more = ", one token requested" if decision.prefill_only else ""
-        more += f", adapter {decision.adapter}" if decision.adapter else ""
-        line(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{more}")
-        if decision.avoid or decision.excluded:
-            pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.excluded]
-            line(f"excluded: {', '.join([*decision.avoid, *pairs])}")
+        for text in details(decision):
+            line(text)
         chosen = (decision.decode, decision.prefill)
         ranked = list(decision.candidates)
         if len(ranked) > MOST_SHOWN:
             ranked.sort(
-                key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(_total(c) or 0.0))
+                key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(total(c) or 0.0))
             )
         shown, others = ranked[:MOST_SHOWN], ranked[MOST_SHOWN:]
         cells = [_cells(c, decision) for c in shown]
@@ -96,17 +91,7 @@ def show(request: a.ExplainedRequest, console: Console) -> None:
             counts = Counter(c.why_not or "lower score" for c in others).most_common(MOST_REASONS)
             line(f"and {len(others)} more: {', '.join(f'{n} {why}' for why, n in counts)}")
         for prediction in decision.predictions:
-            line(_predicted(prediction))
-
-
-def _outcome(decision: a.PlacementDecision) -> str:
-    if decision.refused:
-        return f"rejected: {decision.refused}"
-    if not decision.decode:
-        return "waits for capacity"
-    if decision.prefill:
-        return f"prefill on {decision.prefill}, decode on {decision.decode}"
-    return f"aggregated on {decision.decode}"
+            line(predicted(prediction))
 
 
 def _has_places(decision: a.PlacementDecision) -> bool:
@@ -114,7 +99,7 @@ def _has_places(decision: a.PlacementDecision) -> bool:
 
 
 def _cells(candidate: a.PlacementCandidate, decision: a.PlacementDecision) -> tuple[object, ...]:
-    load, total = candidate.load, _total(candidate)
+    load, score = candidate.load, total(candidate)
     return (
         candidate.worker_id,
         wire.role_from_pb(candidate.role).value,
@@ -123,30 +108,6 @@ def _cells(candidate: a.PlacementCandidate, decision: a.PlacementDecision) -> tu
         f"{candidate.reserved_blocks}/{candidate.total_blocks}",
         f"{load.num_running_reqs}+{load.num_waiting_reqs}" if candidate.HasField("load") else None,
         candidate.cached_tokens if decision.asked_prefix else None,
-        None if total is None else f"{total:.3f}",
-        candidate.why_not or _scores(candidate),
+        None if score is None else f"{score:.3f}",
+        scores(candidate),
     )
-
-
-def _total(candidate: a.PlacementCandidate) -> float | None:
-    totals = candidate.totals
-    return totals["total"] if "total" in totals else totals.get("prefill")
-
-
-def _scores(candidate: a.PlacementCandidate) -> str:
-    if not candidate.scores:
-        return "all candidates are equal"
-    parts: dict[str, list[str]] = {}
-    for score in candidate.scores:
-        text = f"{score.weight:g}×{score.scorer} {score.score:.3f}"
-        parts.setdefault(score.phase, []).append(text)
-    return "; ".join(f"{phase}: {' + '.join(texts)}" for phase, texts in parts.items())
-
-
-def _predicted(prediction: a.PlacementPrediction) -> str:
-    where = f"aggregated on {prediction.decode}"
-    if prediction.prefill:
-        where = f"{prediction.prefill} → {prediction.decode}"
-    seconds = sorted(prediction.seconds.items())
-    figures = ", ".join(f"{name.removesuffix('_s')} {x * 1e3:.1f} ms" for name, x in seconds)
-    return f"predicted {where}: {figures}"

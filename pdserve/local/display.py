@@ -57,13 +57,17 @@ class Display:
     def tell(self, text: str, style: str | None = None) -> None:
         self._console.print(escape(text), style=style)
 
-    def serving(self, http: Sequence[str], grpc: Sequence[str], models: Sequence[str]) -> None:
+    def serving(
+        self, http: Sequence[str], grpc: Sequence[str], models: Sequence[str], *, has_console: bool
+    ) -> None:
         self.close()
+        console = f"  Console  {http[0]}/console\n" if has_console else ""
         took_s = time.monotonic() - self._began
         self.tell(f"serving {', '.join(models)} after {took_s:.1f} s", "bold green")
         self.tell(
             f"  HTTP  {', '.join(http)}  (OpenAI-compatible)\n"
-            f"  gRPC  {', '.join(grpc)}\n\n"
+            f"  gRPC  {', '.join(grpc)}\n"
+            f"{console}\n"
             "Try it:\n"
             f"  {_curl_line(http[0], models[0])}\n"
             f"  pdserve chat --grpc {','.join(grpc)}\n"

@@ -157,7 +157,8 @@ class Supervisor:
                 self._announce()
                 facts = [self._children[name].facts for name in self._routers]
                 http, grpc_ = ([x[api] for x in facts] for api in ("http", "grpc"))
-                self._display.serving(http, grpc_, self._models)
+                has_console = self._config.router.has_console
+                self._display.serving(http, grpc_, self._models, has_console=has_console)
                 done = await _first(*ends)
             code: int = max(end.result() for end in done)
             starting.cancel()

@@ -266,7 +266,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving", "adapters")
+    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving", "adapters", "gpus")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +275,7 @@ class RenewRequest(_message.Message):
     UNHEALTHY_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     load: WorkerLoad
@@ -283,7 +284,8 @@ class RenewRequest(_message.Message):
     unhealthy: str
     moving: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[GpuHealth]
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("lease_s",)
@@ -505,20 +507,34 @@ class Export(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("deltas", "load", "tokens", "steps", "closed", "cache")
+    __slots__ = ("deltas", "load", "tokens", "steps", "closed", "cache", "recent_steps")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    RECENT_STEPS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[StreamDelta]
     load: WorkerLoad
     tokens: PlainTokens
     steps: StepMoments
     closed: _common_pb2.Error
     cache: CacheUpdate
-    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., cache: _Optional[_Union[CacheUpdate, _Mapping]] = ...) -> None: ...
+    recent_steps: RecentSteps
+    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., cache: _Optional[_Union[CacheUpdate, _Mapping]] = ..., recent_steps: _Optional[_Union[RecentSteps, _Mapping]] = ...) -> None: ...
+
+class RecentSteps(_message.Message):
+    __slots__ = ("age_s", "took_s", "prefill_tokens", "decode_reqs")
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_REQS_FIELD_NUMBER: _ClassVar[int]
+    age_s: _containers.RepeatedScalarFieldContainer[float]
+    took_s: _containers.RepeatedScalarFieldContainer[float]
+    prefill_tokens: _containers.RepeatedScalarFieldContainer[int]
+    decode_reqs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, age_s: _Optional[_Iterable[float]] = ..., took_s: _Optional[_Iterable[float]] = ..., prefill_tokens: _Optional[_Iterable[int]] = ..., decode_reqs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepMoments(_message.Message):
     __slots__ = ("prefill", "decode")

@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class Keys:
-    """Digests of all keys. Without tenants, everyone is let in as tenant "". Without any way to
-    authenticate, everyone is an administrator."""
+    """Digests of all keys. Without tenants, everyone is let in as tenant "": `is_open`. Without any
+    way to authenticate, everyone is an administrator: `admin_is_open`."""
 
     def __init__(
         self, tenants: Iterable[TenantConfig] = (), access: AccessConfig | None = None
     ) -> None:
         access = access or AccessConfig()
         tenants = tuple(tenants)
-        self._is_open = not tenants
+        self.is_open = not tenants
         # How long a look-up takes tells something of a digest, which tells nothing of a key.
         self._tenants = {digest_in(text): x.name for x in tenants for text in x.keys}
         self._admins = {digest_in(text) for text in access.admin_keys}
-        self._admin_is_open = self._is_open and not access.asks_for_roles
+        self.admin_is_open = self.is_open and not access.asks_for_roles
 
     def tenant_of(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header. Raises Unauthenticated."""
-        if self._is_open:
+        if self.is_open:
             return ""
         tenant = self._tenants.get(_digest(authorization))
         if tenant is None:
@@ -40,7 +40,7 @@ class Keys:
 
     def check_admin(self, authorization: str | None) -> None:
         """Raises Unauthenticated or PermissionDenied."""
-        if not self._admin_is_open and _digest(authorization) not in self._admins:
+        if not self.admin_is_open and _digest(authorization) not in self._admins:
             raise PermissionDenied("a key of router.access.admin_keys is required")
 
 

@@ -26,6 +26,7 @@ from router.answer import served
 from router.api import messages, openai, prompts
 from router.api.auth import EVERYONE
 from router.api.bodies import GenerateBody, encode, read
+from router.api.console import PREFIX as CONSOLE
 from router.api.idempotency import Recorded, StoredAnswers
 from router.api.openapi import DOCS_PAGE, openapi
 from router.api.pooling import Bodies, EmbeddingsRequest, RerankRequest, ScoreRequest
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from router.answer import Generates, Out
     from router.api.auth import Keys
     from router.api.batches import BatchApi
+    from router.api.console import Console
     from router.api.open_requests import OpenRequests
     from router.api.pooling import PoolingApi
     from router.api.preprocess import ParsedRequest, Preprocessor
@@ -92,6 +94,7 @@ class HttpApi:
         keys: Keys = EVERYONE,
         cors_origins: Collection[str] = (),
         batches: BatchApi | None = None,
+        console: Console | None = None,
         *,
         responses: ResponseApi,
         pooling: PoolingApi,
@@ -105,6 +108,7 @@ class HttpApi:
         self._adapters = adapters
         self._keys = keys
         self._batches = batches
+        self._console = console
         self._responses = responses
         self._pooling = pooling
         self._started = int(time.time())
@@ -150,7 +154,7 @@ class HttpApi:
         """Return the headers that let a page of a configured origin read the response. Browsers
         send no cookies with such a request, and none are asked for."""
         origin = request.headers.get("origin")
-        if origin is None or not self._cors_origins:
+        if origin is None or not self._cors_origins or request.path.startswith(CONSOLE):
             return {}
         headers = {"vary": "origin"}
         if origin in self._cors_origins or "*" in self._cors_origins:
@@ -177,6 +181,9 @@ class HttpApi:
             self._keys.check_admin(_authorization(request))
         elif path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
             request[_TENANT] = self._keys.tenant_of(_authorization(request))
+        if self._console is not None and (path == CONSOLE or path.startswith(f"{CONSOLE}/")):
+            body = partial(_read_body, request)
+            return await self._console.handle(request, _authorization(request), body)
         method, handler = self._routes.get(path, ("", None))
         if handler is None and path.startswith(f"{_MODELS}/"):
             method, handler = "GET", self._show_model

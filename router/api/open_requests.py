@@ -43,6 +43,10 @@ class OpenRequests:
         self._idle.set()
         self._stopping = False
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
+
     def check_open(self) -> None:
         """Raises Unavailable once the router is stopping."""
         if self._stopping:

@@ -211,7 +211,12 @@ class WorkerConnection:
         if frame.HasField("load"):
             self._observer.reported(self._member, wire.load_from_pb(frame.load))
         if frame.HasField("steps"):
-            self._member.steps = moments_from_pb(frame.steps)
+            member = self._member
+            member.steps = moments_from_pb(frame.steps)
+            # A copy: a part of a frame would keep all of it.
+            member.recent_steps = w.RecentSteps()
+            member.recent_steps.CopyFrom(frame.recent_steps)
+            member.recent_steps_at = session.loop.time()
         if frame.HasField("cache"):
             self._observer.cache_changed(self._member, frame.cache)
         if frame.HasField("tokens"):

@@ -142,12 +142,13 @@ class OutlierEjection:
     """Pairs of workers that must not exchange KV for now, since KV between them failed.
 
     KV that was damaged twice ejects a pair at once, failed transfers after several in a row; either
-    may be the fault of one worker or of the network. 0 seconds disable it.
+    may be the fault of one worker or of the network. 0 seconds disable it. `breakers` has closed
+    ones too.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._breakers: dict[Pair, Breaker] = {}
+        self.breakers: dict[Pair, Breaker] = {}
 
     def corrupted(self, pair: Pair, now: float, reason: str) -> None:
         """KV was damaged on the way, also when it was sent again."""
@@ -158,23 +159,23 @@ class OutlierEjection:
         return self._breaker(pair, now).failure(now, reason)
 
     def _breaker(self, pair: Pair, now: float) -> Breaker:
-        for known, breaker in list(self._breakers.items()):
+        for known, breaker in list(self.breakers.items()):
             if breaker.until and now >= breaker.until + _FORGET_PAIR_S:
-                del self._breakers[known]
-        return self._breakers.setdefault(pair, Breaker(self._seconds))
+                del self.breakers[known]
+        return self.breakers.setdefault(pair, Breaker(self._seconds))
 
     def succeeded(self, pair: Pair) -> None:
         """KV arrived undamaged."""
-        if pair in self._breakers:
-            self._breakers[pair].success()
+        if pair in self.breakers:
+            self.breakers[pair].success()
 
     def probed(self, pair: Pair) -> None:
         """A probe of the pair passed: it gets requests again."""
-        self._breakers.pop(pair, None)
+        self.breakers.pop(pair, None)
 
     def ejected(self, now: float) -> frozenset[Pair]:
         """Return the pairs that no request may use."""
-        if not self._breakers:
+        if not self.breakers:
             return frozenset()
         return frozenset(pair for pair, _ in self.listed(now))
 
@@ -182,9 +183,9 @@ class OutlierEjection:
         """Return the open and half-open pairs, in the order of their first failure."""
         return [
             (pair, breaker)
-            for pair, breaker in self._breakers.items()
+            for pair, breaker in self.breakers.items()
             if breaker.until is not None and now < breaker.until + _FORGET_PAIR_S
         ]
 
     def half_open(self, now: float) -> list[Pair]:
-        return [p for p, x in self._breakers.items() if x.state(now) is BreakerState.HALF_OPEN]
+        return [p for p, x in self.breakers.items() if x.state(now) is BreakerState.HALF_OPEN]

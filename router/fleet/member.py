@@ -10,9 +10,12 @@ from router.fleet.health import Breaker, StallDetector
 from router.placement.values import NO_ADAPTERS, Candidate, MemberState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.kv_pairs import KvKind
     from pdserve.step_moments import StepMoments
     from pdserve.types import Adapter, KvReport, WorkerInfo, WorkerLoad
+    from pdserve.v1 import worker_pb2 as w
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +30,7 @@ class Member:
     of the start before this one. `adapters` are the LoRA adapters that the worker reported, by key,
     and `resident` those that this router used last, at most `max_loras` unless more are in use,
     with their open streams. `away` is how far it is from the router (placement/topology.py).
+    `recent_steps` came at `recent_steps_at`, on the event loop's clock.
     """
 
     info: WorkerInfo
@@ -44,6 +48,9 @@ class Member:
     unhealthy: str = ""
     gone: str = ""
     replaced: str = ""
+    gpus: Sequence[w.GpuHealth] = ()
+    recent_steps: w.RecentSteps | None = None
+    recent_steps_at: float = 0.0
     adapters: dict[str, Adapter] = field(default_factory=dict)
     adapters_retry_at: float = 0.0
     resident: dict[str, int] = field(default_factory=dict)

@@ -219,6 +219,7 @@ class Fleet:
         kv: KvReport | None = None,
         unhealthy: str = "",
         adapters: Collection[Adapter] = (),
+        gpus: Sequence[w.GpuHealth] = (),
     ) -> bool:
         """Extend a lease. Return False if this start of the worker must register. A report that was
         not sent leaves the last one as it is."""
@@ -227,7 +228,7 @@ class Fleet:
             return False
         before = member.state
         member.lease_end = self.lease_now() + self.lease_s
-        member.draining, member.unhealthy = draining, unhealthy
+        member.draining, member.unhealthy, member.gpus = draining, unhealthy, gpus
         if load is not None:
             self.reported(member, load)
         if kv is not None:

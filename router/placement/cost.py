@@ -338,20 +338,32 @@ class CostModel:
 
     def disaggregation(self, model: str) -> str:
         """Say whether prefill/decode disaggregation helps at the load of the last requests."""
-        means, found = self.means(model), None
-        if means is not None:
-            ready = [m for m in self._fleet.of_model(model) if m.state is MemberState.READY]
-            counts = [sum(m.info.role is x for m in ready) for x in (Role.PREFILL, Role.DECODE)]
-            found = predicted_latencies(self._fits_of(model).pooled, means, *counts)
+        found = self.counterfactual(model)
         if found is None:
             return "not enough data"
-        cost_s = [self._ttft_cost_s(x.ttft_s) + self._tpot_cost_s(x.tpot_s) for x in found]
         told = [
             f"TTFT {x.ttft_s:.3f} s, TPOT {x.tpot_s:.4f} s" if x.is_finite else "overload"
             for x in found
         ]
-        helps = "yes" if cost_s[0] < cost_s[1] else "no"
+        helps = "yes" if self.prefers(*found) else "no"
         return f"{helps}: predicted {told[0]}; aggregated {told[1]}"
+
+    def counterfactual(self, model: str) -> tuple[Latency, Latency] | None:
+        """Predict the last requests of a model on its prefill and decode workers, and on as many
+        aggregated ones. Return None while too little was measured."""
+        means = self.means(model)
+        if means is None:
+            return None
+        ready = [m for m in self._fleet.of_model(model) if m.state is MemberState.READY]
+        counts = [sum(m.info.role is x for m in ready) for x in (Role.PREFILL, Role.DECODE)]
+        return predicted_latencies(self._fits_of(model).pooled, means, *counts)
+
+    def prefers(self, first: Latency, second: Latency) -> bool:
+        """Return True if the first latency costs less, measured by the SLO."""
+        cost_s = [
+            self._ttft_cost_s(x.ttft_s) + self._tpot_cost_s(x.tpot_s) for x in (first, second)
+        ]
+        return cost_s[0] < cost_s[1]
 
     def predict(
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached

@@ -57,6 +57,7 @@ def test_it_serves_and_stops_without_a_trace_when_told(
         assert names == ["prefill-0", "decode-0", "aggregated-0"]
         with ask(ready["http"]) as response:
             assert response.read().endswith(b"data: [DONE]\n\n")
+        assert f"Console  {ready['http']}/console\n" in running.output
         running.send(number)
         assert running.wait() == 0, running.output
         assert running.survivors() == []

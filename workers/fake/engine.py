@@ -60,7 +60,7 @@ from workers.fake.settings import FakeSettings, matches
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
-    from pdserve.step_moments import StepMoments
+    from pdserve.step_moments import Step, StepMoments
     from pdserve.types import Adapter, ModelInfo, PositionLogprobs
     from workers.engine import CacheCallback, FailureCallback, StepCallback, Work
     from workers.fake.settings import FakeFaults, FakeKv
@@ -378,6 +378,9 @@ class FakeEngine:
 
     def step_moments(self) -> StepMoments:
         return self._recorder.moments(self._now())
+
+    def recent_steps(self) -> list[Step]:
+        return self._recorder.recent()
 
     async def load_adapter(self, adapter: Adapter) -> None:
         if not self._settings.max_loras:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.errors import PdserveError
-    from pdserve.step_moments import StepMoments
+    from pdserve.step_moments import Step, StepMoments
     from pdserve.types import Adapter, StreamDelta, WorkerLoad
     from workers.engine import CacheCallback, EngineInfo, FailureCallback, StepCallback, Work
     from workers.vllm.core import KvLook, VllmCore
@@ -136,6 +136,9 @@ class VllmEngine:
 
     def step_moments(self) -> StepMoments | None:
         return None if self._core is None else self._core.steps.recorder.moments(time.monotonic())
+
+    def recent_steps(self) -> list[Step]:
+        return [] if self._core is None else self._core.steps.recorder.recent()
 
     def ledger(self) -> KvLedger:
         return self._ledger

@@ -1,0 +1,56 @@
+"""A placement decision in words, for `pdserve explain` and the console."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.v1 import admin_pb2 as a
+
+
+def outcome(decision: a.PlacementDecision) -> str:
+    if decision.refused:
+        return f"rejected: {decision.refused}"
+    if not decision.decode:
+        return "waits for capacity"
+    if decision.prefill:
+        return f"prefill on {decision.prefill}, decode on {decision.decode}"
+    return f"aggregated on {decision.decode}"
+
+
+def details(decision: a.PlacementDecision) -> list[str]:
+    """Return why it was made again, what the request needs, and what it must not use."""
+    found = [f"placed again: {decision.cause}"] if decision.cause else []
+    more = ", one token requested" if decision.prefill_only else ""
+    more += f", adapter {decision.adapter}" if decision.adapter else ""
+    found.append(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{more}")
+    if decision.avoid or decision.excluded:
+        pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.excluded]
+        found.append(f"excluded: {', '.join([*decision.avoid, *pairs])}")
+    return found
+
+
+def total(candidate: a.PlacementCandidate) -> float | None:
+    """Return the score that was compared last, or None if the worker was not scored."""
+    totals = candidate.totals
+    return totals["total"] if "total" in totals else totals.get("prefill")
+
+
+def scores(candidate: a.PlacementCandidate) -> str:
+    """Return the scores of a worker, or why it has none."""
+    if candidate.why_not or not candidate.scores:
+        return candidate.why_not or "all candidates are equal"
+    parts: dict[str, list[str]] = {}
+    for score in candidate.scores:
+        text = f"{score.weight:g}×{score.scorer} {score.score:.3f}"
+        parts.setdefault(score.phase, []).append(text)
+    return "; ".join(f"{phase}: {' + '.join(texts)}" for phase, texts in parts.items())
+
+
+def predicted(prediction: a.PlacementPrediction) -> str:
+    where = f"aggregated on {prediction.decode}"
+    if prediction.prefill:
+        where = f"{prediction.prefill} → {prediction.decode}"
+    seconds = sorted(prediction.seconds.items())
+    figures = ", ".join(f"{name.removesuffix('_s')} {x * 1e3:.1f} ms" for name, x in seconds)
+    return f"predicted {where}: {figures}"

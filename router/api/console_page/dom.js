@@ -1,0 +1,91 @@
+// Elements and the words for figures. Text goes into the page as text nodes only.
+
+/** Make an element. `props` has a class, attributes, listeners (on...) and data. */
+export function make(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "class") node.className = value;
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((x) => x !== null && x !== undefined));
+  return node;
+}
+
+/** Write a text if it differs: a write costs a layout. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** Make the children of `parent` those of `items`, in order, and keep the ones that exist.
+ * `create(item)` returns a node, `update(node, item)` fills it. */
+export function keep(parent, items, keyOf, create, update) {
+  const known = (parent.known ??= new Map());
+  const seen = new Set();
+  let next = parent.firstElementChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    seen.add(key);
+    let node = known.get(key);
+    if (!node) known.set(key, (node = create(item)));
+    if (node === next) next = next.nextElementSibling;
+    else parent.insertBefore(node, next);
+    update(node, item);
+  }
+  for (const [key, node] of known) {
+    if (seen.has(key)) continue;
+    node.remove();
+    known.delete(key);
+  }
+}
+
+/** Return a table; cells are texts or nodes, and the first one of a row is its header. `textAt` is
+ * the column with long text, if there is one. */
+export function table(caption, heads, rows, props = {}, textAt = -1) {
+  const kind = (i) => ({ class: i === textAt ? "text" : "" });
+  const row = ([first, ...cells]) => make("tr", {},
+    make("th", { scope: "row" }, first), ...cells.map((x, i) => make("td", kind(i + 1), x)));
+  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    make("table", props,
+      make("caption", {}, caption),
+      make("thead", {}, make("tr", {}, ...heads.map((x, i) => make("th", { scope: "col", ...kind(i) }, x)))),
+      make("tbody", {}, ...rows.map(row))));
+}
+
+export const number = (x, digits = 0) => x.toLocaleString("en", { maximumFractionDigits: digits });
+
+export function seconds(s) {
+  if (s === undefined || s === null || Number.isNaN(s)) return "–";
+  if (s < 0.0995) return `${(s * 1e3).toFixed(s < 0.00995 ? 1 : 0)} ms`;
+  if (s < 1) return `${Math.round(s * 1e3)} ms`;
+  return s < 100 ? `${s.toFixed(s < 10 ? 2 : 1)} s` : `${Math.round(s / 60)} min`;
+}
+
+export function bytes(n) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let i = 0;
+  for (; n >= 1000 && i < units.length - 1; i++) n /= 1000;
+  return `${n < 10 && i ? n.toFixed(1) : Math.round(n)} ${units[i]}`;
+}
+
+export const percent = (x) => (x === undefined || x === null || Number.isNaN(x) ? "–" : `${Math.round(x * 100)} %`);
+
+/** Return the value below which `share` of the sorted `values` lie, or undefined without any. */
+export const quantile = (values, share) =>
+  values[Math.min(values.length - 1, Math.floor(share * values.length))];
+
+/** Order names with numbers as people do: decode-2 before decode-10. */
+export const natural = new Intl.Collator("en", { numeric: true }).compare;
+
+/** Show the choices of a select: "" is all. */
+export function setChoices(select, values, all) {
+  const wanted = ["", ...values];
+  const shown = [...select.options].map((x) => x.value);
+  if (shown.length && wanted.join("\n") === shown.join("\n")) return;
+  const before = select.value;
+  select.replaceChildren(...wanted.map((x) => make("option", { value: x }, x || all)));
+  select.value = wanted.includes(before) ? before : "";
+}
+
+export const labelled = (text, control) => make("label", {}, text, control);

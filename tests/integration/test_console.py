@@ -1,0 +1,127 @@
+"""What a page of the console is sent while requests run on a real router with fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from pdserve.errors import DeadlineExceeded
+from pdserve.types import SamplingParams
+from tests.cluster import Cluster
+from tests.patience import WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    async with Cluster(prefill=1, decode=2) as cluster:
+        yield cluster
+
+
+class Page:
+    """A page that is open: all that it was sent."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.events: list[dict[str, Any]] = []
+
+    async def until(self, found: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Return the first event, from the next one on, for which `found` is true."""
+        async with asyncio.timeout(WAIT_S):
+            async for line in self._response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                self.events.append(json.loads(line[6:]))
+                if "hello" not in self.events[-1] and found(self.events[-1]):
+                    return self.events[-1]
+        raise AssertionError("the stream ended")
+
+
+@pytest.fixture
+async def page(cluster: Cluster) -> AsyncIterator[Page]:
+    async with (
+        aiohttp.ClientSession(f"http://{cluster.http}") as http,
+        http.get("/console/events") as response,
+    ):
+        yield Page(response)
+
+
+async def test_a_request_is_sent_at_its_arrival_and_at_its_end(
+    cluster: Cluster, page: Page
+) -> None:
+    sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
+    asking = asyncio.create_task(cluster.ask([20, 21, 22], sampling))
+    event = await page.until(lambda x: bool(x["open"]) and "is_pair" in x["open"][0])
+    [row] = event["open"]
+    assert row["prompt_tokens"] == 3
+    assert row["path"][0] == "prefill-0"
+    answer = await asking
+    event = await page.until(lambda x: bool(x["ended"]))
+    [ended] = event["ended"]
+    assert answer.receipt is not None
+    assert (ended["n"], ended["outcome"]) == (row["n"], "length")
+    assert ended["receipt"]["decode_worker"] == answer.receipt.decode_worker
+    assert ended["usage"]["completion_tokens"] == 1000
+    quiet = await page.until(lambda _: True)
+    assert (quiet["open"], quiet["ended"]) == ([], [])
+
+
+async def test_a_page_that_opens_later_gets_the_last_requests(cluster: Cluster) -> None:
+    for _ in range(3):
+        await cluster.ask([20, 21], SamplingParams(max_tokens=2))
+    async with (
+        aiohttp.ClientSession(f"http://{cluster.http}") as http,
+        http.get("/console/events") as response,
+    ):
+        event = await Page(response).until(lambda _: True)
+        assert [row["n"] for row in event["ended"]] == [1, 2, 3]
+        named = event["ended"][0]["id"]
+        async with http.get(f"/console/requests/{named}") as found:
+            [decision] = (await found.json())["decisions"]
+        assert decision["outcome"].startswith("prefill on prefill-0, decode on decode-")
+        chosen = {x["worker"] for x in decision["candidates"] if x["chosen"]}
+        assert "prefill-0" in chosen
+        async with http.get("/console/requests/unknown") as found:
+            assert found.status == 404
+
+
+async def test_a_refused_request_is_shown_with_its_reason(cluster: Cluster, page: Page) -> None:
+    for name in ("decode-0", "decode-1", "prefill-0"):
+        await cluster.workers[name].stop()
+    with pytest.raises(DeadlineExceeded):
+        await cluster.ask([20], SamplingParams(max_tokens=2), timeout_s=0.1)
+    event = await page.until(lambda x: bool(x["ended"]))
+    [row] = event["ended"]
+    assert "receipt" not in row
+    assert (row["admitted"], row["outcome"]) == (0.0, "deadline_exceeded")
+    assert row["message"]
+
+
+async def test_steps_come_with_their_tokens(cluster: Cluster, page: Page) -> None:
+    asking = asyncio.create_task(
+        cluster.ask([20] * 40, SamplingParams(max_tokens=1500, ignore_eos=True))
+    )
+    prompt, decoded = 0, 0
+    while not (prompt and decoded):
+        event = await page.until(lambda x: bool(x["steps"]))
+        prompt += sum(x[2] for x in event["steps"].get("prefill-0", []))
+        decoding = [x for name in ("decode-0", "decode-1") for x in event["steps"].get(name, [])]
+        decoded += sum(x[3] for x in decoding)
+        assert all(x[0] <= event["now"] for steps in event["steps"].values() for x in steps)
+    assert prompt == 40
+    await asking
+
+
+async def test_a_worker_that_leaves_changes_its_state(cluster: Cluster, page: Page) -> None:
+    event = await page.until(lambda x: len(x["workers"]) == 3)
+    assert {x["id"]: x["state"] for x in event["workers"]}["decode-1"] == "ready"
+    await cluster.workers["decode-1"].stop()
+    event = await page.until(lambda x: any(w["state"] == "lost" for w in x["workers"]))
+    [row] = [x for x in event["workers"] if x["state"] == "lost"]
+    assert (row["id"], row["why"]) == ("decode-1", "it left")
