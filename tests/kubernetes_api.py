@@ -96,7 +96,7 @@ class KubernetesApi:
             name = body["metadata"]["name"]
             if (plural, name) in self.objects:
                 return _refused(409, f'{plural} "{name}" already exists')
-            self.add(plural, name, **body["spec"])
+            self.add(plural, name, **body.get("spec", {}))
         if (plural, name) not in self.objects:
             return _refused(404, f'{plural} "{name}" not found')
         if verb == "patch":

@@ -20,7 +20,6 @@ from pdserve.types import Role
 
 if TYPE_CHECKING:
     from pdserve.cli.options import Subparsers
-    from pdserve.deploy.kubernetes.scaler import Pool
 
 _ROLES = (Role.PREFILL, Role.DECODE)
 _DEFAULTS = ScalingRules()
@@ -66,9 +65,9 @@ def _bounds(text: str) -> Bounds:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    from pdserve.deploy.kubernetes.api import Kubernetes
+    from pdserve.deploy.kubernetes.api import connect, scale_of
     from pdserve.deploy.kubernetes.lease import LeaderLease
-    from pdserve.deploy.kubernetes.scaler import ReplicaScaler
+    from pdserve.deploy.kubernetes.scaler import Pool, ReplicaScaler
 
     try:
         rules = ScalingRules(
@@ -76,40 +75,26 @@ async def _run(args: argparse.Namespace) -> int:
         )
     except ValueError as error:
         refuse("scaler", str(error))
-    pools, worker = _pools(args), config_from(args).worker
-    log_to_stderr(worker.log_level)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request
-    loads = RouterLoads(
-        Discovery(worker.routers),
-        dialer(worker.access, "worker.access"),
-        worker.served_names[0],
-    )
-    api = Kubernetes()
-    lease = LeaderLease(api, args.lease, time.monotonic)
-    scaler = ReplicaScaler(api, lease, pools, rules, loads.measure, time.monotonic)
-    running = asyncio.ensure_future(scaler.run())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-    try:
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-    finally:
-        await api.close()
-    return 0
-
-
-def _pools(args: argparse.Namespace) -> dict[Role, Pool]:
-    """Return what the options say of each role. Raises ConfigError."""
-    from pdserve.deploy.kubernetes.api import Target
-    from pdserve.deploy.kubernetes.scaler import Pool
-
-    bounds = {role: getattr(args, role.value) for role in _ROLES if getattr(args, role.value)}
-    targets = {role: f"deployments.v1.apps/pdserve-{role}" for role in bounds}
-    for text in args.target:
-        name, _, target = text.partition("=")
-        if name not in bounds:
-            refuse("--target", f"{name!r} must be a role whose workers are given, by --{name}")
-        targets[Role(name)] = target
+    bounds = {role: getattr(args, role) for role in _ROLES if getattr(args, role)}
     if not bounds:
         refuse("scaler", "needs --prefill LEAST:MOST, --decode LEAST:MOST, or both")
-    return {role: Pool(Target.parse(targets[role]), bounds[role]) for role in bounds}
+    targets = {role: f"deployments.v1.apps/pdserve-{role}" for role in bounds}
+    for role, _, target in (text.partition("=") for text in args.target):
+        if role not in bounds:
+            refuse("--target", f"{role!r} is no role whose workers are given, by --{role}")
+        targets[Role(role)] = target
+    pools = {role: Pool(*scale_of(targets[role]), bounds[role]) for role in bounds}
+    worker, clock = config_from(args).worker, time.monotonic
+    log_to_stderr(worker.log_level)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request
+    access = dialer(worker.access, "worker.access")
+    loads = RouterLoads(Discovery(worker.routers), access, worker.served_names[0])
+    async with connect() as client:
+        lease = LeaderLease(client, args.lease, clock)
+        scaler = ReplicaScaler(client, lease, pools, rules, loads.measure, clock)
+        running = asyncio.ensure_future(scaler.run())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    return 0

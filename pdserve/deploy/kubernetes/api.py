@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from pdserve.config import refuse
 from pdserve.errors import (
@@ -20,8 +19,8 @@ from pdserve.errors import (
 
 try:
     import httpx2
-    import lightkube
-    from lightkube import KubeConfig
+    from lightkube import AsyncClient, KubeConfig
+    from lightkube import ConfigError as KubeConfigError
     from lightkube.generic_resource import create_namespaced_resource
     from lightkube.models.coordination_v1 import LeaseSpec as LeaseSpec  # for the files beside
     from lightkube.models.meta_v1 import ObjectMeta as ObjectMeta
@@ -41,62 +40,20 @@ _ERRORS = {401: Unauthenticated, 403: PermissionDenied, 404: NotFound, 409: Conf
 _TARGET = re.compile(r"([a-z0-9]+)\.(v[a-z0-9]+)\.([a-z0-9.-]+)/([a-z0-9][a-z0-9.-]*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A resource with replicas, of any kind that has a `/scale`."""
-
-    plural: str
-    version: str
-    group: str
-    name: str
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read TYPE.VERSION.GROUP/NAME, as kubectl writes it. Raises ConfigError."""
-        found = _TARGET.fullmatch(text)
-        if found is None:
-            known = "TYPE.VERSION.GROUP/NAME, such as deployments.v1.apps/pdserve-decode"
-            refuse("--target", f"must be ROLE={known}, not {text!r}")
-        return cls(*found.groups())
-
-    @property
-    def scale(self) -> Any:
-        """The class of its `/scale`."""
-        kind = self.plural  # is part of no request to `/scale`
-        return create_namespaced_resource(self.group, self.version, kind, self.plural).Scale
+def connect() -> Any:
+    """Return a client of the namespace of the context in KUBECONFIG, or else of this pod."""
+    file = os.environ.get("KUBECONFIG")
+    try:
+        config = KubeConfig.from_file(file) if file else KubeConfig.from_env()
+        return AsyncClient(config, field_manager="pdserve-scaler")
+    except (KubeConfigError, OSError, KeyError) as error:
+        raise ConfigError(
+            f"no Kubernetes cluster ({error}): run in a pod with a service account, or set "
+            "KUBECONFIG to a file"
+        ) from error
 
 
-class Kubernetes:
-    """The namespace of the context in KUBECONFIG, or else of this pod."""
-
-    def __init__(self) -> None:
-        file = os.environ.get("KUBECONFIG")
-        try:
-            config = KubeConfig.from_file(file) if file else KubeConfig.from_env()
-            self._client = lightkube.AsyncClient(config, field_manager="pdserve-scaler")
-        except (lightkube.ConfigError, OSError, KeyError) as error:
-            raise ConfigError(
-                f"no Kubernetes cluster ({error}): run in a pod with a service account, or set "
-                "KUBECONFIG to a file"
-            ) from error
-
-    async def get(self, kind: Any, name: str) -> Any:
-        return await _call(self._client.get(kind, name))
-
-    async def create(self, created: Any) -> None:
-        """Raises Conflict if there is one of this name."""
-        await _call(self._client.create(created))
-
-    async def patch(self, kind: Any, name: str, change: dict[str, Any]) -> Any:
-        """Merge `change` into an object, and return it. Raises Conflict if `change` has another
-        `resourceVersion` than the object."""
-        return await _call(self._client.patch(kind, name, change, patch_type=PatchType.MERGE))
-
-    async def close(self) -> None:
-        await self._client.close()
-
-
-async def _call(answer: Awaitable[Any]) -> Any:
+async def call(answer: Awaitable[Any]) -> Any:
     try:
         async with asyncio.timeout(CALL_S):
             return await answer
@@ -106,3 +63,20 @@ async def _call(answer: Awaitable[Any]) -> Any:
     except (httpx2.HTTPError, TimeoutError) as error:
         why = str(error) or f"no answer within {CALL_S:g} s"
         raise Unavailable(f"the API server of Kubernetes: {why}") from error
+
+
+async def merge(client: Any, kind: Any, name: str, change: dict[str, Any]) -> None:
+    """Merge `change` into an object. Raises Conflict if it has another `resourceVersion`."""
+    await call(client.patch(kind, name, change, patch_type=PatchType.MERGE))
+
+
+def scale_of(text: str) -> tuple[Any, str]:
+    """Return the class of the `/scale` of TYPE.VERSION.GROUP/NAME, as kubectl writes it, and the
+    name. Raises ConfigError."""
+    found = _TARGET.fullmatch(text)
+    if found is None:
+        known = "ROLE=TYPE.VERSION.GROUP/NAME, such as decode=deployments.v1.apps/pdserve-decode"
+        refuse("--target", f"must be {known}, not {text!r}")
+    plural, version, group, name = found.groups()
+    # No request to `/scale` has the kind in it.
+    return create_namespaced_resource(group, version, plural, plural).Scale, name

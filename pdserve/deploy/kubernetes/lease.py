@@ -9,13 +9,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from pdserve.deploy.kubernetes.api import CALL_S, Lease, LeaseSpec, ObjectMeta
-from pdserve.errors import Conflict, NotFound, PdserveError
+from pdserve.deploy.kubernetes.api import CALL_S, Lease, LeaseSpec, ObjectMeta, call, merge
+from pdserve.errors import Conflict, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from pdserve.deploy.kubernetes.api import Kubernetes
 
 DURATION_S = 15
 # What the leader began before this has ended when another may lead.
@@ -26,8 +24,8 @@ class LeaderLease:
     """State: the version of the Lease seen last and since when, and when this process renewed it.
     Times are of this process's clock alone, for those of others may be wrong."""
 
-    def __init__(self, api: Kubernetes, name: str, clock: Callable[[], float]) -> None:
-        self._api = api
+    def __init__(self, client: Any, name: str, clock: Callable[[], float]) -> None:
+        self._client = client
         self._name = name
         self._clock = clock
         self._identity = f"{socket.gethostname()}_{uuid.uuid4().hex}"
@@ -40,48 +38,35 @@ class LeaderLease:
 
     async def renew(self) -> bool:
         """Take or renew the lease. Return `is_held`. Raises PdserveError."""
-        now = self._clock()
-        try:
-            found = await self._api.get(Lease, self._name)
-        except NotFound:
-            empty = Lease(metadata=ObjectMeta(name=self._name), spec=LeaseSpec())
-            with suppress(Conflict):
-                await self._api.create(empty)
-            found = await self._api.get(Lease, self._name)
+        now, found = self._clock(), await self._get()
         spec, version = found.spec or LeaseSpec(), found.metadata.resourceVersion
         if version != self._seen:
             self._seen, self._seen_at = version, now
         is_ours = spec.holderIdentity == self._identity
-        if spec.holderIdentity and not is_ours:
-            self._renewed_at = -math.inf
-            if now - self._seen_at < (spec.leaseDurationSeconds or DURATION_S):
-                return False
-        change = {"holderIdentity": self._identity, "leaseDurationSeconds": DURATION_S}
         if not is_ours:
-            change |= {"acquireTime": _time(), "leaseTransitions": (spec.leaseTransitions or 0) + 1}
+            self._renewed_at = -math.inf
+            left_s = self._seen_at + (spec.leaseDurationSeconds or DURATION_S) - now
+            if spec.holderIdentity and left_s > 0:
+                return False
+        # Kubernetes wants six digits after the point.
+        time = datetime.now(UTC).isoformat(timespec="microseconds")
+        change: dict[str, Any] = {"renewTime": time}
+        if not is_ours:
+            change |= {"holderIdentity": self._identity, "acquireTime": time}
+            change |= {"leaseDurationSeconds": DURATION_S}
+            change |= {"leaseTransitions": (spec.leaseTransitions or 0) + 1}
         try:
-            await self._write(version, change | {"renewTime": _time()})
+            metadata = {"resourceVersion": version}
+            await merge(self._client, Lease, self._name, {"metadata": metadata, "spec": change})
         except Conflict:  # another process was faster
             self._renewed_at = -math.inf
             return False
         self._renewed_at = now
         return self.is_held
 
-    async def release(self) -> None:
-        """Let another process lead at once, if this one does."""
-        if not self.is_held:
-            return
-        self._renewed_at = -math.inf
-        with suppress(PdserveError):  # then it ends by itself
-            found = await self._api.get(Lease, self._name)
-            if found.spec.holderIdentity == self._identity:
-                await self._write(found.metadata.resourceVersion, {"holderIdentity": ""})
-
-    async def _write(self, version: str, change: dict[str, Any]) -> None:
-        metadata = {"resourceVersion": version}
-        await self._api.patch(Lease, self._name, {"metadata": metadata, "spec": change})
-
-
-def _time() -> str:
-    """Return the time as Kubernetes reads it: it wants six digits after the point."""
-    return datetime.now(UTC).isoformat(timespec="microseconds")
+    async def _get(self) -> Any:
+        with suppress(NotFound):
+            return await call(self._client.get(Lease, self._name))
+        with suppress(Conflict):  # another process made it
+            await call(self._client.create(Lease(metadata=ObjectMeta(name=self._name))))
+        return await call(self._client.get(Lease, self._name))
