@@ -40,6 +40,7 @@ _DAY_S = 86400
 Endpoint = Annotated[str, Meta(pattern="^(https?://.*)?$")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Text = Annotated[str, Meta(min_length=1)]
+Revision = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,63}\Z")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -449,6 +450,8 @@ class WorkerConfig(_Section, frozen=True):
     gpus: GPUs that the engine may use, by NVML index. Empty: all visible ones.
     kv: How KV blocks travel between workers.
     topology: Where the worker runs.
+    revision: What the worker was deployed from, a name of your own. `pdserve weights` splits new
+        requests over the revisions of a model.
     access: Who may connect.
     engine_args: Engine arguments of vLLM, under vLLM's names.
     adapters: LoRA adapters: directories by the name under which they are served. Sets `enable_lora`
@@ -472,6 +475,7 @@ class WorkerConfig(_Section, frozen=True):
     gpus: tuple[Count, ...] = ()
     kv: KvConfig = KvConfig()
     topology: TopologyConfig = TopologyConfig()
+    revision: Revision = ""
     access: AccessConfig = AccessConfig()
     engine_args: dict[str, object] = {}
     adapters: dict[Text, Text] = {}

@@ -182,6 +182,11 @@ def from_info(info: ErrorInfo) -> PdserveError:
     return cls(info.message, field=info.field, retry_after_s=info.retry_after_s, reason=info.reason)
 
 
+def is_service_error(code: str) -> bool:
+    """Return True if the code is that of an error for which the service is at fault."""
+    return issubclass(_BY_CODE.get(code, ClientError), ServiceError)
+
+
 def wait_s(error: PdserveError) -> float:
     """Return the seconds after which a retry makes sense: at least 1, or 0 if none does."""
     return max(1.0, error.retry_after_s) if error.http_status in (429, 503) else 0.0

@@ -24,6 +24,11 @@ def details(decision: a.PlacementDecision) -> list[str]:
     more = ", one token requested" if decision.prefill_only else ""
     more += f", adapter {decision.adapter}" if decision.adapter else ""
     found.append(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{more}")
+    if decision.HasField("revision"):
+        cohort = f"workers of revision {decision.revision or '(none)'} only"
+        if decision.HasField("spilled_from"):
+            cohort += f": revision {decision.spilled_from or '(none)'} has none for it"
+        found.append(cohort)
     if decision.avoid or decision.excluded:
         pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.excluded]
         found.append(f"excluded: {', '.join([*decision.avoid, *pairs])}")

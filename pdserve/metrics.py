@@ -141,6 +141,31 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _gauge("requests_queued", "", "Requests waiting for admission."),
         ),
     ),
+    "Revisions": (
+        (
+            "Of each router, about the requests of models with weights (`pdserve weights`), by the "
+            "revision of the workers that got them first. Add requests up over routers."
+        ),
+        (
+            _gauge("revision_share", "model revision", "Share of new requests, 0 to 1."),
+            _counter("revision_requests", "model revision outcome", "Requests by how they ended."),
+            _counter(
+                "revision_retries",
+                "model revision reason",
+                "Attempts that failed or moved; the request went on elsewhere.",
+            ),
+            _counter(
+                "revision_slo_requests",
+                "model revision slo met",
+                "Answered requests by target, met or not.",
+            ),
+            _histogram(
+                "revision_time_to_first_token_seconds",
+                "model revision",
+                "From arrival to the first token.",
+            ),
+        ),
+    ),
     "Tenants": (
         "Of each router, about its own requests: add them up over routers.",
         (

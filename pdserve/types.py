@@ -382,7 +382,7 @@ class WorkerInfo:
     speed; `debug_address` is its HTTP listener's, or "". `max_loras` is how many LoRA adapters run
     at a time, 0 if the engine takes none. `unsupported_fields` are sampling parameters that the
     engine refuses. `topology` has the labels of where it runs: region, zone, rack and host, as far
-    as they are configured.
+    as they are configured. `revision` names what it was deployed from, "" if nothing does.
     """
 
     worker_id: str
@@ -402,6 +402,7 @@ class WorkerInfo:
     max_loras: int = 0
     unsupported_fields: tuple[str, ...] = ()
     topology: Mapping[str, str] = field(default_factory=dict)
+    revision: str = ""
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from contextlib import aclosing
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -18,20 +20,25 @@ from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.decisions import explained
 from router.operations import checked_timeout, drain, undrain
+from router.placement.revisions import shares_of
+from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from router.decisions import DecisionLog
     from router.fleet.health import Breaker
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
+    from router.metrics import RouterMetrics
     from router.operations import RoleChanger
     from router.placement.cost import CostModel
     from router.request import RequestServer
     from router.roles import Loads, Verdict
 
     Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
 
@@ -147,6 +154,8 @@ class RegistryService(RegistryServicer):
             unhealthy=member.unhealthy,
             adapters=sorted(member.adapters),
         )
+        if shares := self._fleet.shares.get(member.info.model.name):
+            entry.revision_share = shares.get(member.info.revision, 0.0)
         if breaker.until is not None:
             state = breaker.state(now).value
             entry.breaker.CopyFrom(w.Breaker(state=state, **_breaker_fields(breaker, now)))
@@ -165,10 +174,13 @@ def _breaker_fields(breaker: Breaker, now: float) -> dict[str, Any]:
 
 
 class AdminService(AdminServicer):
-    def __init__(self, log: DecisionLog, fleet: Fleet, roles: RoleChanger) -> None:
+    def __init__(
+        self, log: DecisionLog, fleet: Fleet, roles: RoleChanger, metrics: RouterMetrics
+    ) -> None:
         self._log = log
         self._fleet = fleet
         self._roles = roles
+        self._metrics = metrics
 
     async def Explain(  # noqa: N802
         self, request: a.ExplainRequest, context: Context
@@ -211,3 +223,68 @@ class AdminService(AdminServicer):
     ) -> a.UndrainWorkerResponse:
         await undrain(self._fleet, request.worker_id)
         return a.UndrainWorkerResponse()
+
+    @_aborting
+    async def SetWeights(  # noqa: N802
+        self, request: a.SetWeightsRequest, context: Context
+    ) -> a.ListRevisionsResponse:
+        model, weights = self._model(request.model), dict(request.weights)
+        there = {m.info.revision for m in self._fleet.of_model(model) if not m.lost}
+        for revision, weight in weights.items():
+            if weight > 0 and revision not in there:
+                known = ", ".join(map(repr, sorted(there)))
+                text = f"no worker of model {model} has revision {revision!r}; there are: {known}"
+                raise InvalidRequest(text, field=f"weights.{revision}")
+        if weights:
+            self._fleet.shares[model] = shares_of(weights)
+        else:
+            self._fleet.shares.pop(model, None)
+        self._metrics.keep_revisions(model, weights.keys())
+        logger.info("model %s: weights of revisions are %s", model, weights or "none")
+        return self._revisions(model)
+
+    @_aborting
+    async def ListRevisions(  # noqa: N802
+        self, request: a.ListRevisionsRequest, context: Context
+    ) -> a.ListRevisionsResponse:
+        return self._revisions(self._model(request.model))
+
+    def _model(self, name: str) -> str:
+        """Return the first name of a model that generates. Raises InvalidRequest."""
+        found = next((x for x in self._fleet.models().values() if name in x.names), None)
+        if found is None or not self._fleet.of_model(found.name):
+            text = f"no worker generates with a model {name!r}"
+            raise InvalidRequest(text, field="model")
+        return found.name
+
+    def _revisions(self, model: str) -> a.ListRevisionsResponse:
+        shares = self._fleet.shares.get(model, {})
+        members = [m for m in self._fleet.of_model(model) if not m.lost]
+        return a.ListRevisionsResponse(
+            revisions=[
+                self._revision(model, name, shares.get(name, 0.0) if shares else None, members)
+                for name in sorted({*shares, *(m.info.revision for m in members)})
+            ]
+        )
+
+    def _revision(
+        self, model: str, name: str, share: float | None, members: Sequence[Member]
+    ) -> a.Revision:
+        def counts(counter: str) -> dict[tuple[str, ...], int]:
+            found = self._metrics.of_revision(f"revision_{counter}", model, name)
+            return {labels: int(n) for labels, n in found.items()}
+
+        slo = counts("slo_requests")
+        judged = Counter[str]()
+        for (target, _), n in slo.items():
+            judged[target] += n
+        ready = [m for m in members if m.state is MemberState.READY and m.info.revision == name]
+        return a.Revision(
+            name=name,
+            share=share,
+            ready=Counter(m.info.role.value for m in ready),
+            outcomes={x: n for (x,), n in counts("requests").items()},
+            retries={x: n for (x,), n in counts("retries").items()},
+            judged=judged,
+            met={target: n for (target, met), n in slo.items() if met == "yes"},
+        )

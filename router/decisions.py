@@ -83,6 +83,8 @@ def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
         kv_tokens=demand.kv_tokens,
         prefill_only=demand.prefill_only,
         adapter=demand.adapter,
+        revision=demand.revision,
+        spilled_from=demand.spilled_from,
         avoid=sorted(demand.avoid),
         excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.excluded)],
         candidates=[_candidate_to_pb(c, decision, reasons) for c in decision.candidates],

@@ -206,7 +206,7 @@ class RouterServer:
                 roles if config.roles.auto else {},
                 autoscaler.loads,
             ),
-            AdminService(decisions, fleet, changer),
+            AdminService(decisions, fleet, changer, metrics),
         )
         sources = Sources(
             fleet, requests.log, decisions, admission, costs, roles, changer, config.slo

@@ -9,7 +9,7 @@ from collections import Counter as Tally
 from collections import defaultdict
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
@@ -27,7 +27,7 @@ from pdserve.types import Role
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from prometheus_client.core import Metric
 
@@ -43,6 +43,7 @@ _COUNTERS = (
     *("requests", "refusals", "fallbacks", "continuations", "slo_requests"),
     *("prompt_tokens", "cached_tokens", "generation_tokens", "kv_transfer_bytes"),
     *("pair_probes", "worker_probes", "parser_divergences", "parser_restarts"),
+    *("revision_requests", "revision_slo_requests", "revision_retries"),
     *("tenant_answers", "tenant_tokens", "tenant_refusals"),
 )
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")
@@ -101,6 +102,7 @@ class RouterMetrics(Collector):
         show("role_load", role_loads)
         show("role_workers_wanted", roles_wanted)
         show("tenant_requests_open", open_requests)
+        show("revision_share", partial(_revision_shares, fleet))
         show_one("requests_running", lambda: admission.running)
         show_one("requests_queued", lambda: admission.queued)
         show_one("kv_ejected_pairs", lambda: len(fleet.outliers.ejected(fleet.now())))
@@ -140,16 +142,20 @@ class RouterMetrics(Collector):
         ttft_s: float,
         e2e_s: float,
         trace_id: str,
+        revision: str | None = None,
     ) -> None:
         """A request was answered in full. The client had `resumed` tokens before; `longest` is the
-        length of the longest answer; `trace_id` is empty if the request is not traced."""
+        length of the longest answer; `trace_id` is empty if the request is not traced. `revision`
+        is None if its model has no weights."""
         self.histogram("time_to_first_token_seconds", model).observe(ttft_s, 1, trace_id)
         self.histogram("e2e_request_seconds", model).observe(e2e_s, 1, trace_id)
-        self._judge(model, "ttft", ttft_s <= self._slo.ttft_s)
+        self._judge(model, revision, "ttft", ttft_s <= self._slo.ttft_s)
+        if revision is not None:
+            self.observe("revision_time_to_first_token_seconds", ttft_s, model, revision)
         if longest > 1:
             tpot_s = (e2e_s - ttft_s) / (longest - 1)
             self.histogram("time_per_output_token_seconds", model).observe(tpot_s, 1, trace_id)
-            self._judge(model, "tpot", tpot_s <= self._slo.tpot_s)
+            self._judge(model, revision, "tpot", tpot_s <= self._slo.tpot_s)
         if receipt.predicted_ttft_s and ttft_s > 0:
             self.observe("predicted_ttft_ratio", receipt.predicted_ttft_s / ttft_s, model)
         self.observe("request_queue_seconds", receipt.queue_s, model)
@@ -167,8 +173,24 @@ class RouterMetrics(Collector):
             self.count("tenant_tokens", tenant, "prompt", by=usage.prompt_tokens)
             self.count("tenant_tokens", tenant, "generated", by=usage.completion_tokens)
 
-    def _judge(self, model: str, slo: str, met: bool) -> None:
-        self.count("slo_requests", model, slo, "yes" if met else "no")
+    def _judge(self, model: str, revision: str | None, slo: str, is_met: bool) -> None:
+        met = "yes" if is_met else "no"
+        self.count("slo_requests", model, slo, met)
+        if revision is not None:
+            self.count("revision_slo_requests", model, revision, slo, met)
+
+    def of_revision(self, name: str, model: str, revision: str) -> dict[tuple[str, ...], float]:
+        """Return the values of a counter for one revision, by its other labels."""
+        found = self._counts[name].items()
+        return {labels[2:]: n for labels, n in found if labels[:2] == (model, revision)}
+
+    def keep_revisions(self, model: str, revisions: Collection[str]) -> None:
+        """Forget the other revisions of a model: each rollout brings a new label."""
+        series: list[tuple[str, dict[tuple[str, ...], Any]]]
+        series = [*self._counts.items(), *self._histograms.items()]
+        for rows in (rows for name, rows in series if name.startswith("revision_")):
+            for labels in [x for x in rows if x[0] == model and x[1] not in revisions]:
+                del rows[labels]
 
 
 def _workers(fleet: Fleet, models: set[str]) -> Iterable[Row]:
@@ -185,6 +207,12 @@ def _loads(fleet: Fleet, field: str) -> Iterator[Row]:
     for m in fleet.members.values():
         if m.load is not None and not m.lost:
             yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(m.load, field)
+
+
+def _revision_shares(fleet: Fleet) -> Iterator[Row]:
+    for model, shares in fleet.shares.items():
+        for revision, share in shares.items():
+            yield (model, revision), share
 
 
 def _kv_reports(fleet: Fleet) -> Iterator[Labelled]:

@@ -14,6 +14,7 @@ from pdserve.types import HandoffStyle, Role
 from router.decisions import DecisionLog
 from router.placement.filters import able, with_states
 from router.placement.policies import place_aggregated, place_live, place_or_aggregate
+from router.placement.revisions import cohort, draw, of_revision
 from router.placement.values import (
     NO_CONTEXT,
     Decision,
@@ -93,6 +94,7 @@ class Reservation:
 
     `prefill` computes the prompt for `decode`; without it `decode` does both phases, or continues
     with the KV of `producer`, which has decoded before. `prediction` is what is expected.
+    `revision` is that of the workers, None if their model has no weights.
     """
 
     def __init__(
@@ -107,8 +109,10 @@ class Reservation:
         prediction: Prediction | None = None,
         leave_backlog: Callable[[], None] | None = None,
         adapter: str = "",
+        revision: str | None = None,
     ) -> None:
         self.decode, self.prefill, self.producer = decode, prefill, producer
+        self.revision = revision
         self.prediction = prediction
         self.prefill_charge: Charge | None = None
         self._children_charge: Charge | None = None
@@ -198,6 +202,7 @@ class Placer:
         own = (prompt_tokens - 1) % block_size + 1 + max_tokens
         children_tokens = children * -(-own // block_size) * block_size
         children_tokens = min(children_tokens, capacity - kv_tokens)
+        shares = self._fleet.shares.get(request.model)
         return Demand(
             model=request.model,
             prompt_tokens=prompt_tokens,
@@ -207,6 +212,7 @@ class Placer:
             request_id=request.request_id,
             token_ids=token_ids,
             adapter=request.adapter_key,
+            revision=draw(shares, request.request_id) if shares else None,
             cache_salt=request.cache_salt,
         )
 
@@ -214,6 +220,7 @@ class Placer:
         """Place a new request. Return None if it must wait for room. Raises Unavailable if waiting
         for room would not help."""
         candidates = self._fleet.candidates(demand.model)
+        demand, candidates = self._cohort(demand, candidates)
         busy = self._busy(candidates, demand)
         try:
             if not busy:
@@ -236,7 +243,9 @@ class Placer:
         can."""
         if not demand.adapter:
             return True
-        found = able(self._fleet.candidates(demand.model), demand)
+        candidates = self._fleet.candidates(demand.model)
+        demand, candidates = self._cohort(demand, candidates)
+        found = able(candidates, demand)
         roles = {c.role for c in found if c.can_run(demand.adapter)}
         return all(c.role in roles for c in found)
 
@@ -247,6 +256,7 @@ class Placer:
         """
         demand = replace(demand, avoid=constraints.avoid)
         candidates = self._fleet.candidates(demand.model)
+        demand, candidates = self._cohort(demand, candidates, failed=constraints.failed)
         policy = self._policy
         if constraints.step is RetryStep.AGGREGATED:
             policy = place_aggregated
@@ -257,7 +267,8 @@ class Placer:
     def reserve_on(self, member: Member, demand: Demand) -> Reservation:
         """Reserve an aggregated attempt on a worker that has the KV of the prompt cached. Raises
         Unavailable if it is not ready."""
-        return self._reserve(place_aggregated, demand, [member.seen()], cause="parallel sampling")
+        demand, candidates = self._cohort(demand, [member.seen()], beside=member)
+        return self._reserve(place_aggregated, demand, candidates, cause="parallel sampling")
 
     def reserve_live(self, demand: Demand, producer_id: str, *, cause: str) -> Reservation:
         """Reserve a decode worker that continues with the KV of `producer_id`. Raises Unavailable
@@ -268,9 +279,30 @@ class Placer:
             raise Unavailable(f"worker {producer_id} cannot export the KV of a running request")
         policy = partial(place_live, producer.seen())
         candidates = self._fleet.candidates(demand.model)
+        demand, candidates = self._cohort(demand, candidates, beside=producer)
         return self._reserve(
             policy, demand, candidates, cause=f"live_kv: {cause}", producer=producer
         )
+
+    def _cohort(
+        self,
+        demand: Demand,
+        candidates: list[Candidate],
+        *,
+        failed: frozenset[str] = frozenset(),
+        beside: Member | None = None,
+    ) -> tuple[Demand, list[Candidate]]:
+        """Return `demand` for the revision that serves it now, and the workers of that; without
+        weights all. With `beside` it is that of the worker whose KV is used: two revisions may have
+        other weights under one name, which their KV does not show."""
+        shares = self._fleet.shares.get(demand.model)
+        if shares is not None and beside is not None:
+            return of_revision(demand, candidates, beside.info.revision)
+        if shares is not None:
+            return cohort(demand, candidates, shares, failed)
+        if demand.revision is not None:
+            demand = replace(demand, revision=None, spilled_from=None)
+        return demand, candidates
 
     def _reserve(
         self,
@@ -323,6 +355,7 @@ class Placer:
             prediction=prediction,
             leave_backlog=leave_backlog,
             adapter=demand.adapter,
+            revision=demand.revision,
         )
 
     def _unsaturated(self, decision: Decision, policy: Place) -> Decision:

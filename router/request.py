@@ -220,6 +220,8 @@ class RequestServer:
                 del self.open_adapters[request.adapter_key]
             if record.admitted:
                 metrics.count("requests", request.model, record.outcome)
+                if generations and (revision := generations[0].revision) is not None:
+                    metrics.count("revision_requests", request.model, revision, record.outcome)
             if span is not None:
                 span.end(ended_by)
 
@@ -290,6 +292,7 @@ class RequestServer:
             longest=max(lengths) - resumed,
             ttft_s=ttft_s,
             e2e_s=e2e_s,
+            revision=parent.revision,
             trace_id=record.trace_id,
         )
         if len(generations) == 1 and not (receipt.fallbacks or resumed):
@@ -363,6 +366,8 @@ class Generation:
         PdserveError."""
         fleet, moved = self._services.fleet, None
         self.first_reservation = reservation
+        if reservation is not None:
+            self._stay_with(reservation.revision)
         if len(self.answer.tokens) >= self.answer.max_tokens:
             return Finished(StreamDelta(0), FinishReason.LENGTH)
         if reservation is None:
@@ -454,6 +459,16 @@ class Generation:
             token_ids=self._demand.token_ids + made,
         )
 
+    @property
+    def revision(self) -> str | None:
+        """The revision that it was sent to first; None if its model had no weights."""
+        return None if self.first_reservation is None else self.first_reservation.revision
+
+    def _stay_with(self, revision: str | None) -> None:
+        """Later attempts use the same revision while it has workers."""
+        if self._demand.revision != revision:
+            self._demand = replace(self._demand, revision=revision)
+
     def _continue(self, reservation: Reservation, reason: str, cause: str) -> None:
         """Record that the next attempt uses `reservation`."""
         prefill, tokens = reservation.prefill, len(self.answer.tokens)
@@ -465,6 +480,9 @@ class Generation:
         self._retry.continued(step, reason, tokens)
         model, metrics = self.request.model, self._services.metrics
         metrics.count("fallbacks", model, step, reason)
+        if self.revision is not None:
+            metrics.count("revision_retries", model, self.revision, reason)
+        self._stay_with(reservation.revision)
         if tokens:
             metrics.count("continuations", model, kv_from)
         workers = [x.worker_id for x in (prefill, reservation.decode) if x is not None]

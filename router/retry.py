@@ -45,11 +45,13 @@ class RetryStep(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """An attempt may use none of `without`, and none of `avoid` if there are others."""
+    """An attempt may use none of `without`, and none of `avoid` if there are others. `failed` are
+    workers that failed the request: their revision may have no other."""
 
     step: RetryStep
     without: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -95,8 +97,9 @@ class RetryPolicy:
         if self.is_used_up or not self._left:
             return None
         step = self._left.pop(0)
-        failed = self._failed if step is RetryStep.PAIR else ()
-        return Constraints(step, frozenset(failed), frozenset(self._avoid))
+        failed = frozenset(self._failed)
+        without = failed if step is RetryStep.PAIR else frozenset()
+        return Constraints(step, without, frozenset(self._avoid), failed)
 
     def continued(self, step: str, reason: str, tokens: int) -> None:
         """The next attempt starts after `tokens` of the answer."""

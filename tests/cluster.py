@@ -185,7 +185,12 @@ class Cluster:
         await server.stop()
 
     async def add(
-        self, name: str, role: Role, *, engine_args: dict[str, object] | None = None
+        self,
+        name: str,
+        role: Role,
+        *,
+        engine_args: dict[str, object] | None = None,
+        revision: str = "",
     ) -> WorkerServer:
         """Starts one more worker; `until_ready` waits for it. `engine_args` go over those of the
         cluster."""
@@ -195,6 +200,7 @@ class Cluster:
             engine="fake",
             routers=(self.grpc, *self._other_routers),
             kv=KvConfig(lease_s=LEASE_S),
+            revision=revision,
             engine_args={**self._engine_args, **(engine_args or {})},
         )
         instance_id = f"{name}-instance-{len(self._engines)}"

@@ -248,6 +248,7 @@ class WorkerServer(WorkerServicer):
             engine=engine.name,
             settings={**machine, **engine.settings},
             topology=self._config.topology.labels,
+            revision=self._config.revision,
             **addresses,
         )
 

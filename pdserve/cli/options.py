@@ -229,6 +229,11 @@ def place_of(topology: Mapping[str, str]) -> str:
     return "/".join(topology[level] for level in levels if level in topology)
 
 
+def percent(share: float) -> str:
+    """Return a share of 1 in percent, with as many digits as small shares need."""
+    return f"{100 * share:.3g}%"
+
+
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

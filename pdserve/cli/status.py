@@ -16,6 +16,7 @@ from pdserve.cli.options import (
     add_service_options,
     channel_to,
     dialer_from,
+    percent,
     place_of,
     plain,
     say,
@@ -202,17 +203,26 @@ def _until(ejected: Row) -> str:
 
 
 def load_table(title: str, workers: Sequence[Row]) -> Table:
+    cells, names = [_load_cells(row) for row in workers], ["worker"]
     places = [place_of(row["topology"]) for row in workers]
-    cells = [_load_cells(row) for row in workers]
-    if any(places):
-        cells = [(name, place, *rest) for place, (name, *rest) in zip(places, cells, strict=True)]
+    for title_of, column in (("revision", [_revision(row) for row in workers]), ("where", places)):
+        if any(column):
+            names.insert(1, title_of)
+            pairs = zip(column, cells, strict=True)
+            cells = [(name, value, *rest) for value, (name, *rest) in pairs]
     return table_of(
         title,
-        ("worker", *(["where"] if any(places) else []), "role", "state", "model"),
+        (*names, "role", "state", "model"),
         ("running", "waiting", "KV", "placed", "up"),
         cells,
         caption="KV: cache in use; placed: requests and tokens that this router placed",
     )
+
+
+def _revision(row: Row) -> str:
+    """Return the revision, and the share of new requests that it gets where there are weights."""
+    share = f" {percent(row['revision_share'])}" if "revision_share" in row else ""
+    return f"{row['revision']}{share}".strip()
 
 
 def _load_cells(row: Row) -> tuple[object, ...]:

@@ -55,6 +55,16 @@ class AdminStub:
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.SetWeights = channel.unary_unary(
+                '/pdserve.v1.Admin/SetWeights',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.SetWeightsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.FromString,
+                _registered_method=True)
+        self.ListRevisions = channel.unary_unary(
+                '/pdserve.v1.Admin/ListRevisions',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -90,6 +100,21 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetWeights(self, request, context):
+        """Splits new requests of a model by weight over the revisions of its workers, at this router.
+        INVALID_ARGUMENT if no worker has a revision whose weight is above 0.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRevisions(self, request, context):
+        """Returns the revisions of a model, and how the requests of each went.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +137,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UndrainWorker,
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerResponse.SerializeToString,
+            ),
+            'SetWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWeights,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.SetWeightsRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.SerializeToString,
+            ),
+            'ListRevisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRevisions,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +258,60 @@ class Admin:
             '/pdserve.v1.Admin/UndrainWorker',
             pdserve_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
             pdserve_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/SetWeights',
+            pdserve_dot_v1_dot_admin__pb2.SetWeightsRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRevisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/ListRevisions',
+            pdserve_dot_v1_dot_admin__pb2.ListRevisionsRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,12 @@ class AdminStub:
     disconnects, the drain continues.
     """
     UndrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]
+    SetWeights: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWeightsRequest, _admin_pb2.ListRevisionsResponse]
+    """Splits new requests of a model by weight over the revisions of its workers, at this router.
+    INVALID_ARGUMENT if no worker has a revision whose weight is above 0.
+    """
+    ListRevisions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRevisionsRequest, _admin_pb2.ListRevisionsResponse]
+    """Returns the revisions of a model, and how the requests of each went."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -61,6 +67,12 @@ class AdminAsyncStub(AdminStub):
     disconnects, the drain continues.
     """
     UndrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
+    SetWeights: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWeightsRequest, _admin_pb2.ListRevisionsResponse]  # type: ignore[assignment]
+    """Splits new requests of a model by weight over the revisions of its workers, at this router.
+    INVALID_ARGUMENT if no worker has a revision whose weight is above 0.
+    """
+    ListRevisions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRevisionsRequest, _admin_pb2.ListRevisionsResponse]  # type: ignore[assignment]
+    """Returns the revisions of a model, and how the requests of each went."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Served by the router, for administrators."""
@@ -99,5 +111,23 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UndrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UndrainWorkerResponse, _abc.Awaitable[_admin_pb2.UndrainWorkerResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetWeights(
+        self,
+        request: _admin_pb2.SetWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRevisionsResponse, _abc.Awaitable[_admin_pb2.ListRevisionsResponse]]:
+        """Splits new requests of a model by weight over the revisions of its workers, at this router.
+        INVALID_ARGUMENT if no worker has a revision whose weight is above 0.
+        """
+
+    @_abc_1.abstractmethod
+    def ListRevisions(
+        self,
+        request: _admin_pb2.ListRevisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRevisionsResponse, _abc.Awaitable[_admin_pb2.ListRevisionsResponse]]:
+        """Returns the revisions of a model, and how the requests of each went."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

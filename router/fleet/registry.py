@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pdserve.types import Adapter, KvReport, ModelInfo, WorkerInfo, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
     from router.fleet.connection import Connect
+    from router.placement.revisions import Shares
     from router.placement.topology import Topology
     from router.placement.values import Candidate
     from router.prefix import PrefixWatcher
@@ -53,7 +54,7 @@ SAME_OF_A_MODEL = ("vocab_size", "max_model_len", "aliases", "sampling_defaults"
 class Fleet:
     """State: `members` by worker id, a connection to each that is not lost, and the LoRA adapters
     that are served, by name: `adapters`. Reports do not change those in `changing`, which this
-    router loads or unloads now.
+    router loads or unloads now. `shares` has those of new requests that revisions get, by model.
 
     `token_gaps` returns the histogram of a model's gaps between tokens. With `watches` the prefix
     cache of each worker is indexed. `clock` is the event loop's by default, `topology` has
@@ -81,6 +82,7 @@ class Fleet:
         self.changing: set[str] = set()
         self.lease_s = lease_s
         self.health = health or HealthConfig()
+        self.shares: dict[str, Shares] = {}
         self.outliers = OutlierEjection(PAIR_FACTOR * self.health.eject_s)
         self.dialer = dialer
         self.now = clock or asyncio.get_running_loop().time

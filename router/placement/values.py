@@ -40,7 +40,8 @@ class Demand:
     `prefill_only`: one token is wanted, so no decode. `avoid`: workers to use only if there is no
     other. `excluded`: pairs (prefill, decode) that must not exchange KV now. `children_tokens`:
     the part of `kv_tokens` for answers beyond the first. `adapter`: key of a LoRA adapter.
-    `cache_salt`: part of the block hashes.
+    `revision`: whose workers it may use, None for all; `spilled_from`: the revision before, which
+    has no workers. `cache_salt`: part of the block hashes.
     """
 
     model: str
@@ -53,6 +54,8 @@ class Demand:
     token_ids: tuple[int, ...] = field(default=(), repr=False)
     children_tokens: int = 0
     adapter: str = ""
+    revision: str | None = None
+    spilled_from: str | None = None
     cache_salt: str = field(default="", repr=False)
     _hashes: dict[int, list[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -184,7 +187,8 @@ class Decision(Struct, eq=False):
         x = self.demand
         # Written out: `dataclasses.replace` takes three times as long.
         sizes = (x.prompt_tokens, x.kv_tokens, x.prefill_only, x.avoid, x.excluded)
-        demand = Demand(x.model, *sizes, x.request_id, (), x.children_tokens, x.adapter)
+        rest = (x.children_tokens, x.adapter, x.revision, x.spilled_from)
+        demand = Demand(x.model, *sizes, x.request_id, (), *rest)
         return structs.replace(self, demand=demand)
 
 

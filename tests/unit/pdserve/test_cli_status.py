@@ -14,7 +14,22 @@ from pdserve.v1 import worker_pb2 as w
 
 def row(name: str, **labels: str) -> dict[str, object]:
     info = w.WorkerInfo(worker_id=name, role=w.ROLE_DECODE, topology=labels)
-    return status._row(w.WorkerEntry(info=info, state="ready"), w.WorkerStatus(ledger=w.KvLedger()))
+    return status_row(w.WorkerEntry(info=info, state="ready"))
+
+
+def status_row(entry: w.WorkerEntry) -> dict[str, object]:
+    return status._row(entry, w.WorkerStatus(ledger=w.KvLedger()))
+
+
+def test_revisions_are_shown_with_their_share_where_there_are_weights() -> None:
+    info = w.WorkerInfo(worker_id="d0", role=w.ROLE_DECODE, revision="r2")
+    rows = [
+        status_row(w.WorkerEntry(info=info, revision_share=0.05)),
+        status_row(w.WorkerEntry(info=info)),
+    ]
+    table = status.load_table("workers", [*rows, row("d1")])
+    assert list(table.columns[1].cells) == ["r2 5%", "r2", ""]
+    assert table.columns[1].header == "revision"
 
 
 def test_workers_are_shown_with_their_labels_where_one_has_any() -> None:

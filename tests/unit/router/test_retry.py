@@ -40,8 +40,8 @@ def test_a_worker_that_failed_takes_no_part_and_one_with_bad_luck_may() -> None:
     retry.failed("d", DEAD, 3)
     retry.failed("p", TransferFailed("x"), 3)
     failed, both = frozenset({"d"}), frozenset({"d", "p"})
-    assert retry.next(pair_helps=True) == Constraints(PAIR, failed, both)
-    assert retry.next(pair_helps=True) == Constraints(AGGREGATED, avoid=both)
+    assert retry.next(pair_helps=True) == Constraints(PAIR, failed, both, failed)
+    assert retry.next(pair_helps=True) == Constraints(AGGREGATED, avoid=both, failed=failed)
 
 
 def test_for_the_last_token_a_pair_does_not_help() -> None:

@@ -1,0 +1,62 @@
+"""A canary by hand: workers of two revisions, weights at the routers, and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from pdserve.deploy.revisions import list_revisions, set_weights
+from pdserve.rpc import Dialer
+from pdserve.types import Role
+from tests.cluster import Cluster
+from tests.integration.test_cluster import PLAIN, PROMPT
+from tests.up_process import run_cli
+from workers.fake.settings import FakeFaults
+
+MODEL = "pdserve-demo"
+
+
+async def weights(cluster: Cluster, *args: str) -> str:
+    """`pdserve weights` with these arguments."""
+    ended = await asyncio.to_thread(run_cli, "weights", MODEL, *args, "--grpc", cluster.grpc)
+    return ended.stdout if ended.returncode == 0 else ended.stderr
+
+
+async def test_a_tenth_goes_to_the_canary_and_none_is_lost_when_that_fails() -> None:
+    async with Cluster(prefill=1, decode=1) as cluster:
+        for role in (Role.PREFILL, Role.DECODE):
+            await cluster.add(f"canary-{role}", role, revision="r2")
+        await cluster.until_ready()
+        assert "'r3'; there are: '', 'r2'" in await weights(cluster, "=9", "r3=1")
+        await set_weights(Dialer(), [cluster.grpc], MODEL, {"": 90, "r2": 10})
+
+        expected = cluster.expected(PROMPT, PLAIN)
+        for n in range(100):
+            answer = await cluster.ask(PROMPT, PLAIN, request_id=f"request-{n}")
+            assert answer.token_ids == expected.token_ids
+            assert answer.receipt is not None
+            # Both phases on workers of one revision.
+            used = (answer.receipt.prefill_worker, answer.receipt.decode_worker)
+            assert len({x.startswith("canary") for x in used}) == 1
+        found = await list_revisions(Dialer(), [cluster.grpc], MODEL)
+        assert (found[""].shares, found["r2"].shares) == ([0.9], [0.1])
+        assert found[""].requests + found["r2"].requests == 100
+        assert 5 <= found["r2"].requests <= 16
+        assert found["r2"].judged["ttft"] == found["r2"].requests
+        assert found["r2"].ready == {"prefill": 1, "decode": 1}
+        entry = (await cluster.entries())["canary-decode"]
+        assert (entry.info.revision, entry.revision_share) == ("r2", 0.1)
+
+        # Requests that the canary fails are answered by the other revision, and counted as retried.
+        cluster.faults("canary-prefill", FakeFaults(fail_prefill="*"))
+        await set_weights(Dialer(), [cluster.grpc], MODEL, {"r2": 1})
+        answer = await cluster.ask(PROMPT, PLAIN)
+        assert answer.token_ids == expected.token_ids
+        assert answer.receipt is not None
+        assert answer.receipt.decode_worker == "decode-0"
+        assert json.loads(await weights(cluster, "--json"))["r2"]["retried"] == 1
+
+        text = await weights(cluster, "--clear")
+        assert "pool" in text
+        metrics, _ = cluster.router.metrics.render()
+        assert b"pdserve_revision_requests_total{" not in metrics
