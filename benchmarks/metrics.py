@@ -127,11 +127,12 @@ PER_REQUEST: Final[Mapping[str, Callable[[RequestRecord], float | None]]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloSummary:
     """`attainment` is the share of all scheduled requests that met every limit, `goodput_per_s`
-    their number over the window."""
+    their number over the window, and `tokens_per_s` that of their output tokens."""
 
     limits_s: Mapping[str, float]
     attainment: float
     goodput_per_s: float
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +191,12 @@ def summarise(
     lag = distribution([r.sent_s - r.scheduled_s for r in records if r.sent_s is not None])
     slo = None
     if slo_s:
-        met = sum(_meets(record, slo_s) for record in good)
+        kept = [record for record in good if _meets(record, slo_s)]
         slo = SloSummary(
             limits_s=dict(slo_s),
-            attainment=met / max(1, len(records)),
-            goodput_per_s=_per_s(met, window_s),
+            attainment=len(kept) / max(1, len(records)),
+            goodput_per_s=_per_s(len(kept), window_s),
+            tokens_per_s=_per_s(sum(record.output_tokens for record in kept), window_s),
         )
     return Summary(
         requests=len(records),

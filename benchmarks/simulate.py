@@ -27,6 +27,7 @@ from pdserve import deadline
 from pdserve.deploy.scaling import Bounds, Scaler, ScalingRules
 from pdserve.errors import PdserveError
 from pdserve.types import GenerateRequest, ModelInfo, Role, WorkerInfo
+from router.accounting import Accounting
 from router.background import background
 from router.decisions import DecisionLog
 from router.fleet.registry import Fleet
@@ -255,7 +256,9 @@ async def _start(
         connect=connect_in_process(services),
         topology={"region": _region(setup, 0)},
     )
-    router = make_services(config, fleet, RouterMetrics(config.slo), DecisionLog(1))
+    metrics = RouterMetrics(config.slo)
+    accounting = Accounting(config.prices, metrics.count)
+    router = make_services(config, fleet, metrics, DecisionLog(1), accounting)
     server = RequestServer(router)
 
     async def add(role: Role, number: int) -> None:

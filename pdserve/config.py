@@ -306,6 +306,9 @@ class RouterConfig(_Section, frozen=True):
     otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
     stop_grace_s: Seconds that open requests have after SIGTERM; an idle router ends at once.
     slo: Latency targets.
+    prices: Price of an hour of one GPU, by its name or a part of it, or of one core under `cpu`,
+        in any currency: `{H100: 2.5, cpu: 0.04}`. The longest name that fits counts. Receipts and
+        metrics then have costs.
     tool_call_parser: vLLM's parser of tool calls. `auto`: the one that fits the model's chat
         template. `none`: requests with tools are refused. Parsers need vLLM where the router runs.
     reasoning_parser: vLLM's parser of reasoning. `auto`: the one that fits the model's chat
@@ -342,6 +345,7 @@ class RouterConfig(_Section, frozen=True):
     otlp_endpoint: Endpoint = ""
     stop_grace_s: Amount = 120.0
     slo: SloConfig = SloConfig()
+    prices: dict[Text, Amount] = {}
     tool_call_parser: Text = "auto"
     reasoning_parser: Text = "auto"
     log_level: LogLevel = "info"

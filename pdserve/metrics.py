@@ -80,6 +80,7 @@ def _histogram(
 
 
 _KV = "model role worker"
+_ACCOUNT = "model role kind reason"
 _GEN_AI = "gen_ai.server."
 
 # By heading: what has the metrics, and the metrics.
@@ -172,7 +173,22 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _counter("tenant_answers", "tenant", "Requests answered in full."),
             _counter("tenant_tokens", "tenant kind", "Tokens of answered requests."),
             _counter("tenant_refusals", "tenant code reason", "Requests refused before any work."),
+            _counter("tenant_cost", "tenant", "Cost of answered requests, without waste."),
             _gauge("tenant_requests_open", "tenant", "Requests waiting and running."),
+        ),
+    ),
+    "Cost and energy": (
+        (
+            "Of each router: add them up over routers. Each second that a worker is there has one "
+            "`kind`: `prefill` or `decode` for an answer, `waste` for what no answer needs or was "
+            "computed again, with a `reason`, or `idle`. Costs need `router.prices`, joules a "
+            "counter of energy."
+        ),
+        (
+            _counter("engine_seconds", _ACCOUNT, "Time of workers."),
+            _counter("cost", _ACCOUNT, "Its price, in the currency of `router.prices`."),
+            _counter("energy_joules", _ACCOUNT, "Its energy."),
+            _counter("cost_saved", "model by", "Price of prefill that was not needed."),
         ),
     ),
     "Workers": (
@@ -184,6 +200,7 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _gauge("workers", "model role state", "Registered workers."),
             _gauge("worker_num_running_reqs", _KV, "Requests that a worker's engine computes."),
             _gauge("worker_num_waiting_reqs", _KV, "Requests that wait in a worker's engine."),
+            _counter("worker_busy_seconds", _KV, "Duration of a worker's engine steps."),
             _gauge("worker_kv_cache_usage", _KV, "Used share of a worker's KV cache, 0 to 1."),
             _gauge("role_load", "model role", "Average load; 1 is full."),
             _gauge("role_workers_wanted", "model role", "Workers that the load asks for."),

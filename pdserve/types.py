@@ -195,13 +195,17 @@ class TransferReport:
 
 @dataclass(slots=True)
 class PhaseReport:
-    """The cost of a request on one worker."""
+    """The cost of a request on one worker. The last three are its shares of the engine's steps and
+    of their energy, which is None if it is not measured."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cached_tokens: int = 0
     transfer: TransferReport | None = None
+    prefill_busy_s: float = 0.0
+    decode_busy_s: float = 0.0
+    energy_j: float | None = None
 
 
 @dataclass(slots=True)
@@ -239,7 +243,8 @@ class Usage:
 @dataclass(slots=True)
 class Receipt:
     """The cost of one request by phase, and the workers that ran it. `predicted_ttft_s` is the
-    predicted time from placement to the first token, or 0 if unknown."""
+    predicted time from placement to the first token, or 0 if unknown. `cost` is in the unit of
+    router.prices, None if a worker has no price; `energy_j` is None if one measures none."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -255,6 +260,8 @@ class Receipt:
     first_token_source: str = ""
     fallbacks: tuple[str, ...] = ()
     predicted_ttft_s: float = 0.0
+    cost: float | None = None
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +389,9 @@ class WorkerInfo:
     speed; `debug_address` is its HTTP listener's, or "". `max_loras` is how many LoRA adapters run
     at a time, 0 if the engine takes none. `unsupported_fields` are sampling parameters that the
     engine refuses. `topology` has the labels of where it runs: region, zone, rack and host, as far
-    as they are configured. `revision` names what it was deployed from, "" if nothing does.
+    as they are configured. `revision` names what it was deployed from, "" if nothing does. `device`
+    is the name of its GPUs, or "cpu", and `devices` the number of GPUs or cores; `energy` is what
+    counts their energy, "nvml" or "rapl", or why nothing does.
     """
 
     worker_id: str
@@ -403,6 +412,9 @@ class WorkerInfo:
     unsupported_fields: tuple[str, ...] = ()
     topology: Mapping[str, str] = field(default_factory=dict)
     revision: str = ""
+    device: str = ""
+    devices: int = 0
+    energy: str = ""
 
 
 @dataclass(slots=True)
@@ -417,6 +429,22 @@ class WorkerLoad:
     progress: int = 0
     has_work: bool = False
     step_allowance_s: float = 0.0
+
+
+# The kind of an Account's time without work.
+IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a worker used since it last told a router, as far as no report of a request has it:
+    seconds and joules by kind, IDLE or why no answer needs the work. `open_s` are the shares of
+    open requests, which are lost with the worker; `busy_s` the seconds of all steps so far."""
+
+    seconds: Mapping[str, float]
+    energy_j: Mapping[str, float]
+    open_s: float
+    busy_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 M = TypeVar("M")
 
-_TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 
 _FINISH_TO_PB: dict[t.FinishReason | None, c.FinishReason] = {
     None: c.FINISH_REASON_UNSPECIFIED,
@@ -30,6 +30,11 @@ _FINISH_TO_PB: dict[t.FinishReason | None, c.FinishReason] = {
 _FINISH_FROM_PB = {v: k for k, v in _FINISH_TO_PB.items()}
 _ROLE_TO_PB: dict[t.Role, w.Role] = {x: getattr(w, f"ROLE_{x.name}") for x in t.Role}
 _ROLE_FROM_PB = {v: k for k, v in _ROLE_TO_PB.items()}
+
+
+def is_name(text: str) -> bool:
+    """Return True for what a peer may name a count or a reason."""
+    return _NAME.fullmatch(text) is not None
 
 
 def finish_to_pb(reason: t.FinishReason | None) -> c.FinishReason:
@@ -110,11 +115,25 @@ def logprobs_from_pb(messages: Iterable[c.PositionLogprobs]) -> tuple[t.Position
 
 
 usage_to_pb, usage_from_pb = _codec(t.Usage, c.Usage)
-receipt_to_pb, receipt_from_pb = _codec(t.Receipt, c.Receipt, fallbacks=_TUPLE)
+_FLOAT = (float, float)
+receipt_to_pb, receipt_from_pb = _codec(
+    t.Receipt,
+    c.Receipt,
+    optional=("cost", "energy_j"),
+    fallbacks=_TUPLE,
+    cost=_FLOAT,
+    energy_j=_FLOAT,
+)
 load_to_pb, load_from_pb = _codec(t.WorkerLoad, w.WorkerLoad)
 _error_to_pb, error_from_pb = _ERROR = _codec(ErrorInfo, c.Error)
 _TRANSFER = _codec(t.TransferReport, w.TransferReport)
-_REPORT = _codec(t.PhaseReport, w.PhaseReport, optional=("transfer",), transfer=_TRANSFER)
+_REPORT = _codec(
+    t.PhaseReport,
+    w.PhaseReport,
+    optional=("transfer", "energy_j"),
+    transfer=_TRANSFER,
+    energy_j=_FLOAT,
+)
 delta_to_pb, _delta_from_pb = _codec(
     t.StreamDelta,
     w.StreamDelta,
@@ -198,9 +217,21 @@ kv_report_to_pb, _kv_report_from_pb = _codec(
 def kv_report_from_pb(message: w.KvReport) -> t.KvReport:
     """Raises InvalidRequest for names that no metric can have and for totals below 0."""
     for name, value in message.totals.items():
-        if not _TOTAL_NAME.fullmatch(name) or not 0 <= value < math.inf:
+        if not is_name(name) or not 0 <= value < math.inf:
             raise InvalidRequest(f"kv.totals: {name[:64]!r} is not a count", field="kv.totals")
     return _kv_report_from_pb(message)
+
+
+account_to_pb, _account_from_pb = _codec(t.Account, w.Account, seconds=_MAP, energy_j=_MAP)
+
+
+def account_from_pb(message: w.Account) -> t.Account:
+    """Raises InvalidRequest for kinds that no label can have and for amounts below 0."""
+    amounts = [*message.seconds.items(), *message.energy_j.items()]
+    for name, value in (*amounts, ("open_s", message.open_s), ("busy_s", message.busy_s)):
+        if not is_name(name) or not 0 <= value < math.inf:
+            raise InvalidRequest(f"account: {name[:64]!r} is not an amount", field="account")
+    return _account_from_pb(message)
 
 
 _KV = _codec(

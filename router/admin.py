@@ -26,6 +26,7 @@ from router.placement.values import MemberState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pdserve.types import Account
     from router.decisions import DecisionLog
     from router.fleet.health import Breaker
     from router.fleet.member import Member
@@ -100,6 +101,7 @@ class RegistryService(RegistryServicer):
             unhealthy=request.unhealthy,
             adapters=[wire.adapter_from_pb(x) for x in request.adapters],
             gpus=request.gpus,
+            account=_account(request),
         ):
             unknown = Unavailable(f"worker {worker_id} is not registered")
             await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
@@ -109,10 +111,12 @@ class RegistryService(RegistryServicer):
             self._requests.move_off(worker_id, reason, live_only=not request.moving)
         return w.RenewResponse(lease_s=self._fleet.lease_s)
 
+    @_aborting
     async def Deregister(  # noqa: N802
         self, request: w.DeregisterRequest, context: Context
     ) -> w.DeregisterResponse:
-        self._fleet.deregister(request.worker_id, request.instance_id)
+        account = _account(request)
+        self._fleet.deregister(request.worker_id, request.instance_id, account)
         return w.DeregisterResponse()
 
     async def ListWorkers(  # noqa: N802
@@ -160,6 +164,10 @@ class RegistryService(RegistryServicer):
             state = breaker.state(now).value
             entry.breaker.CopyFrom(w.Breaker(state=state, **_breaker_fields(breaker, now)))
         return entry
+
+
+def _account(request: w.RenewRequest | w.DeregisterRequest) -> Account | None:
+    return wire.account_from_pb(request.account) if request.HasField("account") else None
 
 
 def _check_address(address: str, field: str) -> None:

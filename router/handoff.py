@@ -49,7 +49,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class StreamState:
-    """One stream on one worker.
+    """One stream on one worker. `cause` is why an attempt before it was not enough, or "".
 
     `open` until its last delta, its loss or its cancellation. `holds_kv` from the last delta of a
     prefill, or of an exported stream, until the consumer has the KV.
@@ -62,6 +62,7 @@ class StreamState:
     report: PhaseReport | None = None
     holds_kv: bool = False
     has_token: bool = False
+    cause: str = ""
 
 
 class SubmitDecode(Struct, frozen=True):

@@ -8,6 +8,7 @@ import uuid
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
+from router.accounting import Accounting
 from router.adapters import Adapters
 from router.admin import AdminService, RegistryService
 from router.admission import AdmissionController, AdmissionLimits, Tenants
@@ -90,6 +92,7 @@ def make_services(
     fleet: Fleet,
     metrics: RouterMetrics,
     decisions: DecisionLog,
+    accounting: Accounting,
     watcher: PrefixWatcher | None = None,
 ) -> Services:
     """Return what requests are served with. The simulator uses this too."""
@@ -101,7 +104,10 @@ def make_services(
         config.slo.ttft_s * config.slo.reject_factor,
     )
     admission = AdmissionController(
-        limits, tenants=Tenants(config.tenants), latency=costs, slots=lambda: fleet.slots
+        limits,
+        tenants=Tenants(config.tenants),
+        latency=costs,
+        slots=partial(attrgetter("slots"), fleet),
     )
     placer = Placer(
         fleet,
@@ -112,7 +118,9 @@ def make_services(
         prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
     )
     budget = RetryBudget(config.retry_tokens_per_s)
-    return Services(fleet, admission, placer, costs, metrics, budget, config.queue_timeout_s)
+    return Services(
+        *(fleet, admission, placer, costs, metrics, accounting, budget, config.queue_timeout_s)
+    )
 
 
 class RouterServer:
@@ -144,6 +152,7 @@ class RouterServer:
 
         # The fleet.
         self.metrics = metrics = RouterMetrics(config.slo)
+        accounting = Accounting(config.prices, metrics.count)
         watcher = PrefixWatcher(PREFIX_BLOCKS)
         self.fleet = fleet = await enter(
             Fleet(
@@ -153,6 +162,7 @@ class RouterServer:
                 dialer=dialer(config.access),
                 health=config.health,
                 topology=config.topology.labels,
+                accounting=accounting,
                 token_gaps=partial(metrics.histogram, "inter_token_latency_seconds"),
             )
         )
@@ -161,7 +171,7 @@ class RouterServer:
 
         # The request path.
         decisions = DecisionLog(DECISIONS_KEPT)
-        services = make_services(config, fleet, metrics, decisions, watcher)
+        services = make_services(config, fleet, metrics, decisions, accounting, watcher)
         costs, admission = services.costs, services.admission
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
         if tracing is not None:
@@ -217,7 +227,7 @@ class RouterServer:
             BatchApi(store, config.batch.max_file_mib << 20),
             Console(sources, keys, opened, config.http_host),
             responses=ResponseApi(store),
-            pooling=PoolingApi(Embedder(fleet, admission, metrics), preprocessor),
+            pooling=PoolingApi(Embedder(fleet, admission, metrics, accounting), preprocessor),
         )
         runner = BatchRunner(store, http_api.answer)
         await self._batches.enter_async_context(background("batches", runner.run))

@@ -44,7 +44,8 @@ _COUNTERS = (
     *("prompt_tokens", "cached_tokens", "generation_tokens", "kv_transfer_bytes"),
     *("pair_probes", "worker_probes", "parser_divergences", "parser_restarts"),
     *("revision_requests", "revision_slo_requests", "revision_retries"),
-    *("tenant_answers", "tenant_tokens", "tenant_refusals"),
+    *("tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
+    *("engine_seconds", "cost", "energy_joules", "cost_saved"),
 )
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")
 
@@ -99,6 +100,7 @@ class RouterMetrics(Collector):
         show("workers", partial(_workers, fleet, set()))
         for field in _LOADS:
             show(f"worker_{field}", partial(_loads, fleet, field))
+        show("worker_busy_seconds", partial(_busy, fleet))
         show("role_load", role_loads)
         show("role_workers_wanted", roles_wanted)
         show("tenant_requests_open", open_requests)
@@ -213,6 +215,12 @@ def _revision_shares(fleet: Fleet) -> Iterator[Row]:
     for model, shares in fleet.shares.items():
         for revision, share in shares.items():
             yield (model, revision), share
+
+
+def _busy(fleet: Fleet) -> Iterator[Row]:
+    for m in fleet.members.values():
+        if m.busy_s is not None and not m.lost:
+            yield (m.info.model.name, m.info.role.value, m.worker_id), m.busy_s
 
 
 def _kv_reports(fleet: Fleet) -> Iterator[Labelled]:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError, Unavailable
+from router.accounting import Done
 from router.answer import Discard
 from router.handoff import Failed, Finished
 from router.placement.values import MemberState
@@ -16,6 +17,7 @@ from router.upstream import Answer, Attempt
 
 if TYPE_CHECKING:
     from pdserve.types import GenerateRequest
+    from router.accounting import Accounting
     from router.admission import AdmissionController
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
@@ -38,9 +40,14 @@ class Embedder:
     """Computes embeddings. Prompts wait for admission as other requests do."""
 
     def __init__(
-        self, fleet: Fleet, admission: AdmissionController, metrics: RouterMetrics
+        self,
+        fleet: Fleet,
+        admission: AdmissionController,
+        metrics: RouterMetrics,
+        accounting: Accounting,
     ) -> None:
         self._fleet, self._admission, self._metrics = fleet, admission, metrics
+        self._accounting = accounting
 
     def check(self, model: str) -> None:
         """Raises InvalidRequest if no worker computes embeddings of `model`."""
@@ -81,6 +88,8 @@ class Embedder:
                 with Attempt(self._fleet, request, reservation, answer) as attempt:
                     end = await attempt.pump()
             if isinstance(end, Finished):
+                work = [Done(x.member.info, x.report) for x in answer.streams]
+                self._accounting.charge(work, request.tenant)
                 self._metrics.count(
                     "prompt_tokens", request.model, by=len(request.prompt_token_ids)
                 )

@@ -30,6 +30,7 @@ from pdserve.errors import (
 )
 from pdserve.telemetry import trace_id
 from pdserve.types import FinishReason, Receipt, Role, StreamDelta, TransferReport, Usage
+from router.accounting import Done, sum_known
 from router.answer import AnswerDelta
 from router.handoff import Failed, Finished, Phase
 from router.placement.filters import check_servable
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from pdserve.telemetry import Span, Tracing
     from pdserve.types import Adapter, GenerateRequest, ModelInfo, ServiceClass
+    from router.accounting import Accounting, Charge
     from router.admission import AdmissionController
     from router.answer import Out
     from router.fleet.member import Member
@@ -70,6 +72,7 @@ class Services:
     placer: Placer
     costs: CostModel
     metrics: RouterMetrics
+    accounting: Accounting
     budget: RetryBudget
     queue_timeout_s: float = 30.0
 
@@ -218,6 +221,9 @@ class RequestServer:
             self.open_adapters[request.adapter_key] -= 1
             if not self.open_adapters[request.adapter_key]:
                 del self.open_adapters[request.adapter_key]
+            if ended_by is not None:
+                for generation in generations:
+                    generation.charge(failed=ended_by.code)
             if record.admitted:
                 metrics.count("requests", request.model, record.outcome)
                 if generations and (revision := generations[0].revision) is not None:
@@ -283,6 +289,7 @@ class RequestServer:
         ttft_s = min(x.answer.first_token_at or now for x in generations) - arrived
         e2e_s = now - arrived
         record.usage, record.receipt, record.ttft_s = usage, receipt, ttft_s
+        self._count_saved(parent.answer)
         metrics.answered(
             request.model,
             request.tenant,
@@ -300,6 +307,16 @@ class RequestServer:
             costs = self._services.costs
             costs.answered(request.model, usage, receipt, ttft_s=ttft_s, e2e_s=e2e_s)
         return usage, receipt
+
+    def _count_saved(self, answer: Answer) -> None:
+        """Count the price of the tokens that were cached, as the step model predicts it."""
+        first, cached = answer.first_token_stream, answer.cached_tokens
+        if first is None or not cached:
+            return
+        steps = self._services.costs.step_model(first.worker_id)
+        if steps is not None and steps.knows_prefill:
+            info = self._services.fleet.members[first.worker_id].info
+            self._services.accounting.saved(info, steps.prompt_s(cached, cached**2 / 2))
 
     def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> int:
         """Move the requests of a worker elsewhere, with their KV if possible; with `live_only` no
@@ -360,6 +377,15 @@ class Generation:
             demand = replace(demand, kv_tokens=demand.kv_tokens - extra, children_tokens=0)
         self._demand = demand
         self._attempt: Attempt | None = None
+        self._charge: Charge | None = None
+
+    def charge(self, failed: str = "") -> Charge:
+        """Account for the answer, or for what was done of it if the request `failed`. Later calls
+        return the same."""
+        if self._charge is None:
+            work = [Done(x.member.info, x.report, x.cause) for x in self.answer.streams]
+            self._charge = self._services.accounting.charge(work, self.request.tenant, failed)
+        return self._charge
 
     async def run(self, reservation: Reservation | None) -> Finished:
         """Attempt until the answer is complete; its last tokens are not written. Raises
@@ -478,6 +504,7 @@ class Generation:
         elif prefill is None:
             step = RetryStep.AGGREGATED.value
         self._retry.continued(step, reason, tokens)
+        self.answer.cause = reason
         model, metrics = self.request.model, self._services.metrics
         metrics.count("fallbacks", model, step, reason)
         if self.revision is not None:
@@ -512,8 +539,9 @@ class Generation:
         return False
 
     def receipt(self, admission_s: float) -> Receipt:
-        """Sum the seconds of all attempts. The queue time of decode is left out, because it passes
-        beside prefill. Workers and transfer are those of the last attempt."""
+        """Charge the answer and sum the seconds of all attempts. The queue time of decode is left
+        out, because it passes beside prefill. Workers and transfer are those of the last
+        attempt."""
         answer, first = self.answer, self.answer.first_token_stream
         prediction = None if self.first_reservation is None else self.first_reservation.prediction
         queue_s, prefill_s, decode_s, transfer = admission_s, 0.0, 0.0, _NO_TRANSFER
@@ -545,6 +573,7 @@ class Generation:
             "" if first is None else first.role.value,
             tuple(self._retry.done),
             0.0 if prediction is None else prediction.ttft_s,
+            *self.charge(),
         )
 
 
@@ -564,4 +593,6 @@ def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:
         transfer_bytes=sum(x.transfer_bytes for x in receipts),
         transfer_blocks=sum(x.transfer_blocks for x in receipts),
         fallbacks=tuple(name for x in receipts for name in x.fallbacks),
+        cost=sum_known(x.cost for x in receipts),
+        energy_j=sum_known(x.energy_j for x in receipts),
     )

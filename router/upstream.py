@@ -27,6 +27,7 @@ from pdserve.types import HandoffStyle, Role, StreamDelta
 from pdserve.v1 import worker_pb2 as w
 from router.answer import AnswerDelta
 from router.handoff import Exported, Failed, Finished, Handoff, Phase, StreamState, SubmitDecode
+from router.retry import MOVED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for a worker to export a request: one engine step, and the way there and back.
 EXPORT_TIMEOUT_S = 5.0
+# The reason of what is still under way when the answer ends.
+_UNNEEDED = "unneeded"
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +59,11 @@ class Answer:
     max_tokens: int
     tokens: list[int]
     index: int = 0
-    streams: list[StreamState] = field(default_factory=list)
+    streams: list[WorkerStream] = field(default_factory=list)
     first_token_stream: StreamState | None = None
     first_token_at: float | None = None
     kv_worker: asyncio.Future[Member] | None = None
+    cause: str = ""  # why the last attempt was not enough
 
     @property
     def prefill_worker(self) -> str:
@@ -90,6 +94,7 @@ class WorkerStream(StreamState):
     def __init__(self, attempt: Attempt, phase: Phase, charge: Charge) -> None:
         super().__init__(phase, charge.member.worker_id, charge.member.info.role)
         self.member = charge.member
+        self.cause = attempt.answer.cause
         self._attempt = attempt
         self._charge = charge
         self._prefilling = True
@@ -126,6 +131,8 @@ class WorkerStream(StreamState):
                 attempt.note_kv_worker(self.member)
         if delta.finish_reason is not None:
             self._charge.release()
+            if (report := delta.report) is not None:
+                self.member.settled(report.prefill_busy_s + report.decode_busy_s)
             if delta.error is not None and delta.error.code == WorkerFailed.code:
                 attempt.fleet.failed(self.member, delta.error.message)
             if self.phase is Phase.DECODE:
@@ -145,12 +152,13 @@ class WorkerStream(StreamState):
         except PdserveError as error:
             self.on_lost(error)
 
-    def close(self) -> None:
-        """End the stream, and free the KV that it holds."""
+    def close(self, reason: str) -> None:
+        """End the stream, and free the KV that it holds. `reason` says why no answer needs its
+        work."""
         self._charge.release()
         if (self.open or self.holds_kv) and self._stream_id is not None and not self.member.lost:
             link = self._attempt.fleet.link(self.member)
-            link.cancel(self._stream_id, ended=self.holds_kv)
+            link.cancel(self._stream_id, reason, ended=self.holds_kv)
         self.open = self.holds_kv = False
 
 
@@ -220,9 +228,13 @@ class Attempt:
         for moved in (end, self._leaving):
             if isinstance(moved, Moved) and moved is not self._kept:
                 moved.reservation.release()
+        reason = Cancelled.code
+        if end is not None:
+            reason = MOVED if isinstance(end, Moved) else _UNNEEDED
+            reason = end.error.code if isinstance(end, Failed) else reason
         for stream in (self._decode, self._prefill, self._producer):
             if stream is not None and stream is not kept:
-                stream.close()
+                stream.close(reason)
         self.reservation.release()
 
     def _command(self, resume: Sequence[int]) -> w.Command:

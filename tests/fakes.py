@@ -26,6 +26,7 @@ from pdserve.types import (
 )
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from router.accounting import Accounting
 from router.admission import AdmissionController, AdmissionLimits
 from router.background import background
 from router.fleet import connection
@@ -386,6 +387,7 @@ async def running_stack(
             Placer(fleet, least_loaded, log=decisions, prefill_chunks_ahead=prefill_chunks_ahead),
             costs,
             metrics,
+            Accounting({}, metrics.count),
             RetryBudget(retry_tokens_per_s),
             queue_timeout_s,
         )

@@ -39,7 +39,6 @@ from pdserve.types import ErrorInfo, FinishReason, StreamDelta
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
     from pdserve.errors import PdserveError
-    from pdserve.step_moments import Step, StepMoments
     from pdserve.types import (
         Adapter,
         KvEndpoint,
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
         SamplingParams,
         WorkerLoad,
     )
+    from workers.accounting import BusyTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,11 @@ def ignore_progress(what: str) -> None:
 
 
 class Engine(Protocol):
-    """See the promises at the top of this file."""
+    """See the promises at the top of this file. `busy` gets the duration of every step; its owner
+    opens and closes the shares of requests."""
+
+    @property
+    def busy(self) -> BusyTime: ...
 
     def on_cache(self, callback: CacheCallback) -> None:
         """Report every change of the prefix cache to `callback`, on the loop, before the deltas of
@@ -186,14 +190,6 @@ class Engine(Protocol):
     def kv_state(self) -> KvState | None:
         """Return the state of KV transfers as last seen, without waiting; None if KV cannot leave
         the engine."""
-        ...
-
-    def step_moments(self) -> StepMoments | None:
-        """Return what its steps have cost, or None before the start."""
-        ...
-
-    def recent_steps(self) -> Sequence[Step]:
-        """Return the last steps, oldest first, on the event loop's clock."""
         ...
 
     async def load_adapter(self, adapter: Adapter) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,10 +28,11 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from pdserve.types import Role, WorkerInfo
+    from pdserve.types import Account, Role, WorkerInfo
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
+    from workers.accounting import WorkerAccount
 
     # Returns a renewal with the worker's state; its ids are set here.
     State = Callable[[], w.RenewRequest]
@@ -67,6 +69,7 @@ class Registration:
     registered: asyncio.Event = field(default_factory=asyncio.Event)
     due: asyncio.Event = field(default_factory=asyncio.Event)
     told: asyncio.Event = field(default_factory=asyncio.Event)
+    calling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def _pause(self, seconds: float) -> None:
         """Wait until the next renewal is due."""
@@ -87,6 +90,7 @@ class Registrations:
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.info: WorkerInfo
         self._state: State
+        self._account: WorkerAccount
         self._dialer = dialer
         self._discovery = Discovery(tuple(entries))
         self._was_accepted = False
@@ -94,9 +98,9 @@ class Registrations:
         self._routers: dict[str, tuple[Registration, asyncio.Task[NoReturn]]] = {}
         self._finding: asyncio.Task[None] | None = None
 
-    def start(self, info: WorkerInfo, state: State) -> None:
+    def start(self, info: WorkerInfo, state: State, account: WorkerAccount) -> None:
         """Register in the background."""
-        self.info, self._state = info, state
+        self.info, self._state, self._account = info, state, account
         self._finding = asyncio.create_task(self._find(), name="router-discovery")
         self._finding.add_done_callback(self._ended)
 
@@ -180,6 +184,11 @@ class Registrations:
         known = [router for router in self._all if router.registered.is_set()]
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._routers.values()]
         tasks += [] if self._finding is None else [self._finding]
+        # A renewal that is cut off may have told the router of the worker's time, or not.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DEREGISTER_S):
+                for router in self._all:
+                    await router.calling.acquire()
         self._routers.clear()
         for task in tasks:
             task.cancel()
@@ -247,7 +256,10 @@ class Registrations:
         info, state, metadata = self.info, self._state(), self._dialer.metadata
         if router.known is info:
             state.worker_id, state.instance_id = info.worker_id, info.instance_id
-            renewed = await stub.Renew(state, timeout=_RPC_S, metadata=metadata)
+            async with router.calling:
+                with self._claimed() as account:
+                    state.account.CopyFrom(wire.account_to_pb(account))
+                    renewed = await stub.Renew(state, timeout=_RPC_S, metadata=metadata)
             return renewed.lease_s
         router.known = None
         router.registered.clear()
@@ -261,6 +273,18 @@ class Registrations:
         logger.info("registered with router %s", router.address)
         return reply.lease_s
 
+    @contextmanager
+    def _claimed(self) -> Iterator[Account]:
+        """Yield what one router is to be told of the worker's time, and keep it for the next call
+        if this one fails."""
+        routers = sum(router.is_reachable for router in self._all)
+        account = self._account.claim(asyncio.get_running_loop().time(), routers)
+        try:
+            yield account
+        except grpc.aio.AioRpcError:
+            self._account.give_back(account)
+            raise
+
     async def _deregister(self, address: str) -> None:
         """Leave a router. If that fails, the lease ends by itself."""
         request = w.DeregisterRequest(
@@ -268,8 +292,10 @@ class Registrations:
         )
         async with self._dialer.open_channel(address) as channel:
             try:
-                await RegistryStub(channel).Deregister(
-                    request, timeout=_DEREGISTER_S, metadata=self._dialer.metadata
-                )
+                with self._claimed() as account:
+                    request.account.CopyFrom(wire.account_to_pb(account))
+                    await RegistryStub(channel).Deregister(
+                        request, timeout=_DEREGISTER_S, metadata=self._dialer.metadata
+                    )
             except grpc.aio.AioRpcError as error:
                 logger.warning("leaving router %s failed: %s", address, error.code().name)

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import rpc, wire
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError, Unavailable
 from pdserve.http_server import HttpServer, bind
+from pdserve.local.gpus import visible_names
 from pdserve.security.roles import Party, make_guard
 from pdserve.security.tls import dialer, server_context, server_credentials
 from pdserve.telemetry import open_tracing
@@ -27,6 +28,7 @@ from pdserve.types import WorkerInfo
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from workers.debug import debug_handler
+from workers.energy import Unmeasured, meter, open_counter
 from workers.engines import make_engine
 from workers.gpu import Gpus
 from workers.registration import Registrations
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.config import WorkerConfig
+    from workers.energy import Counter
     from workers.engine import Engine, EngineInfo
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -126,8 +129,14 @@ class WorkerServer(WorkerServicer):
         debug = None
         if config.debug_host:
             debug = bind(config.debug_host, config.debug_port, key="debug_port")
+        gpus = 0
+        if engine.settings.get("device", "cpu") != "cpu":
+            gpus = int(engine.settings.get("tensor_parallel_size", 1))
+        counter, energy = self._open_counter(gpus)
         info = self._describe(
             engine,
+            gpus,
+            energy=energy,
             address=_join(config.host, port),
             session_address=session_address,
             debug_address=_join(*debug.getsockname()[:2]) if debug else "",
@@ -143,14 +152,27 @@ class WorkerServer(WorkerServicer):
             web = HttpServer(pages, debug)
             stack.push_async_callback(web.stop)
             await web.start()
-        self.routers.start(info, self._renewal)
+        self.routers.start(info, self._renewal, self.service.account)
         stack.push_async_callback(self.routers.stop)
-        for name, watch in (
+        watches = [
             ("gpu-watch", self._gpus.watch(self.service.set_unhealthy)),
             ("health", self._watch_health()),
-        ):
+        ]
+        if counter is not None:
+            watches.append(("energy", meter(counter, self.service.account)))
+        for name, watch in watches:
             stack.push_async_callback(_cancel, asyncio.create_task(watch, name=name))
         return info
+
+    def _open_counter(self, gpus: int) -> tuple[Counter | None, str]:
+        """Return the counter of energy, and its name or why there is none."""
+        try:
+            counter = open_counter(gpus)
+        except Unmeasured as reason:
+            logger.info("energy is not measured: %s", reason)
+            return None, f"not measured: {reason}"
+        self._stack.callback(counter.close)
+        return counter, counter.source
 
     async def _listen_for_sessions(self) -> str:
         host, loop = self._config.host, asyncio.get_running_loop()
@@ -228,11 +250,12 @@ class WorkerServer(WorkerServicer):
         renewal.gpus.extend(self._gpus.latest)
         return renewal
 
-    def _describe(self, engine: EngineInfo, **addresses: str) -> WorkerInfo:
-        gpus = self._config.gpus
-        machine = {"cores": str(len(os.sched_getaffinity(0)))}
-        if gpus:
-            machine["gpus"] = ",".join(map(str, gpus))
+    def _describe(self, engine: EngineInfo, gpus: int, **texts: str) -> WorkerInfo:
+        """Return what routers are told of a worker that computes on so many GPUs, 0 for CPUs."""
+        cores = len(os.sched_getaffinity(0))
+        machine = {"cores": str(cores)}
+        if self._config.gpus:
+            machine["gpus"] = ",".join(map(str, self._config.gpus))
         return WorkerInfo(
             worker_id=self.worker_id,
             instance_id=self.instance_id,
@@ -249,7 +272,9 @@ class WorkerServer(WorkerServicer):
             settings={**machine, **engine.settings},
             topology=self._config.topology.labels,
             revision=self._config.revision,
-            **addresses,
+            device=next(iter(visible_names()), "gpu") if gpus else "cpu",
+            devices=gpus or cores,
+            **texts,
         )
 
     # The gRPC service.

@@ -30,6 +30,7 @@ from pdserve.errors import (
 from pdserve.prefix_hash import pack
 from pdserve.types import ReasoningGate, Role, StreamDelta
 from pdserve.v1 import worker_pb2 as w
+from workers.accounting import WorkerAccount
 from workers.adapters import read_adapter
 from workers.engine import (
     AggregatedPhase,
@@ -66,6 +67,8 @@ STEPS_PERIOD_S = 0.5
 ANNOUNCE_S = 1.0
 # How often routers are told, while a drain moves requests, what is left.
 _MOVE_PERIOD_S = 0.5
+# The reason of waste of an active health check.
+_PROBE = "probe"
 # The engine does not say when a lease ends, so the ledger is polled.
 _LEDGER_POLL_S = 0.02
 # A role change that nobody settles in this time is undone: the router that asked for it is gone.
@@ -97,6 +100,7 @@ class _Stream:
     session: Session
     router_stream_id: int
     is_prefill: bool
+    is_probe: bool
     span: Span | None
     adapter: str
 
@@ -121,6 +125,7 @@ class WorkerService:
         self.role = role
         self.role_state = RoleState.SERVING
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.account = WorkerAccount(engine.busy, asyncio.get_running_loop().time())
         self.cached_blocks: dict[int, None] = {}  # chain hashes, each after its parent
         self.adapters: dict[str, Adapter] = {}  # those that requests may use, by key
         self.is_moving = False  # routers should move the open streams to other workers
@@ -209,7 +214,7 @@ class WorkerService:
             del self._sessions[session.router_id]
             self._routers.renew()  # a restarted router does not know this worker yet
         for stream_id in list(session.streams):
-            self._cancel(stream_id)
+            self._cancel(stream_id, "router_lost")
 
     def watch_cache(self, session: Session) -> None:
         """Send a snapshot of the prefix cache, in parts, and its changes from now on."""
@@ -255,9 +260,10 @@ class WorkerService:
             name = f"{submit.WhichOneof('phase')}_stream"
             span = self._tracing.begin(name, submit.traceparent, attributes)
         is_prefill = isinstance(work.phase, PrefillPhase)
-        stream = _Stream(session, submit.stream_id, is_prefill, span, work.adapter)
+        stream = _Stream(session, submit.stream_id, is_prefill, submit.probe, span, work.adapter)
         self._streams[stream_id] = stream
         session.streams.add(stream_id)
+        self._engine.busy.open(stream_id)
         self._idle.clear()
         try:
             self._engine.submit(work)
@@ -278,17 +284,21 @@ class WorkerService:
     def _refuse(self, session: Session, router_stream_id: int, error: PdserveError) -> None:
         stream_id = session.first_stream_id + router_stream_id
         if stream_id in self._streams:
-            self._cancel(stream_id)
+            self._cancel(stream_id, error.code)
         session.send(_error_frame(router_stream_id, error))
 
-    def _cancel(self, stream_id: int) -> None:
+    def _cancel(self, stream_id: int, reason: str) -> None:
         self._forget(stream_id)
         self._engine.cancel(stream_id)
+        self.account.waste(stream_id, reason)
 
-    def cancel(self, session: Session, router_stream_id: int) -> None:
+    def cancel(self, session: Session, cancel: w.Cancel) -> None:
         """Stop a request without a last delta, or release what an ended prefill holds. Unknown
-        streams are ignored."""
-        self._cancel(session.first_stream_id + router_stream_id)
+        streams are ignored. Raises InvalidRequest."""
+        reason = cancel.reason or Cancelled.code
+        if not wire.is_name(reason):
+            raise InvalidRequest(f"{reason[:64]!r} is no reason", field="cancel.reason")
+        self._cancel(session.first_stream_id + cancel.stream_id, reason)
 
     def export(self, session: Session, export: w.Export) -> None:
         """End a request whose KV another worker will fetch. Unknown streams are ignored."""
@@ -310,6 +320,8 @@ class WorkerService:
                 row = (stream.router_stream_id, delta.token_ids[0], delta.text)
                 plain.setdefault(session, []).append(row)
                 continue
+            if delta.finish_reason is not None:
+                self._settle(stream, delta)
             frame.deltas.append(wire.delta_to_pb(replace(delta, stream_id=stream.router_stream_id)))
             if delta.finish_reason is not None:
                 if stream.is_prefill or delta.exported_tokens:
@@ -321,17 +333,28 @@ class WorkerService:
                 frame.tokens.CopyFrom(wire.plain_to_pb(plain[session]))
             session.send(frame)
 
+    def _settle(self, stream: _Stream, last: StreamDelta) -> None:
+        """Put the request's share of the engine's time into its report, or to waste if no answer
+        has its work."""
+        if stream.is_probe or last.error is not None or last.report is None:
+            reason = Cancelled.code if last.error is None else last.error.code
+            self.account.waste(last.stream_id, _PROBE if stream.is_probe else reason)
+            return
+        share, last.report.energy_j = self.account.settle(last.stream_id)
+        last.report.prefill_busy_s, last.report.decode_busy_s = share.prefill_s, share.decode_s
+
     def _frame(self, session: Session) -> w.StepFrame:
         """Return a frame with the load, and with the costs of steps if they are due."""
         session.reported_load = load = self.load()
         frame = w.StepFrame(load=None if load is None else wire.load_to_pb(load))
         now = asyncio.get_running_loop().time()
         if now - session.steps_reported_at >= STEPS_PERIOD_S:
-            moments = self._engine.step_moments()
-            if moments is not None and (moments.prefill.steps or moments.decode.steps):
+            recorder = self._engine.busy.recorder
+            moments = recorder.moments(now)
+            if moments.prefill.steps or moments.decode.steps:
                 before, session.steps_reported_at = session.steps_reported_at, now
                 frame.steps.CopyFrom(wire.moments_to_pb(moments))
-                new = [step for step in self._engine.recent_steps() if step.ended_at > before]
+                new = [step for step in recorder.recent() if step.ended_at > before]
                 frame.recent_steps.CopyFrom(wire.recent_steps_to_pb(new, now))
         return frame
 
@@ -346,6 +369,7 @@ class WorkerService:
         failure = WorkerFailed("the worker's engine died")
         for stream_id, stream in list(self._streams.items()):
             self._forget(stream_id, ended_by(stream_id, failure))
+            self.account.waste(stream_id, failure.code)
             stream.session.send(_error_frame(stream.router_stream_id, failure))
         if not self.failed.done():
             self.failed.set_result(error)
@@ -586,7 +610,7 @@ class Session(asyncio.Protocol):
             case "submit":
                 self._service.submit(self, command.submit)
             case "cancel":
-                self._service.cancel(self, command.cancel.stream_id)
+                self._service.cancel(self, command.cancel)
             case "export":
                 self._service.export(self, command.export)
             case "watch_cache":

@@ -14,6 +14,7 @@ from benchmarks.compare.result import ProcessorUse, VariantSettings
 from benchmarks.metrics import summarise
 from benchmarks.service import processor_s
 from benchmarks.stats import MIN_ROUNDS
+from router.accounting import price_s, sum_known
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,14 +30,18 @@ IDLE_CORES: Final = 0.06
 # The share of the cores that other processes may use before it is noted, and before it is invalid.
 OTHERS_SHARE: Final = 0.1
 OTHERS_SHARE_LIMIT: Final = 0.25
+_HOUR_S: Final = 3600.0
 _SHARES: Final = {"cores", "gpus"}
 _OF_MODEL: Final = ("max_model_len", "vocab_size", "dtype")
 _OF_WORKER: Final = ("engine", "block_size", "max_num_seqs")
 _NOT_BUSY: Final = ("idle", "iowait", "guest", "guest_nice")
 
 
-def settings_of(workers: Sequence[WorkerInfo]) -> VariantSettings:
-    """Sum up what workers say of themselves."""
+def settings_of(
+    workers: Sequence[WorkerInfo], prices: Mapping[str, float] | None = None
+) -> VariantSettings:
+    """Sum up what workers say of themselves; `prices` are `router.prices`."""
+    per_second = sum_known(price_s(prices or {}, worker) for worker in workers)
     roles = Counter(worker.role.value for worker in workers)
     values: dict[str, set[str]] = {}
     for worker in workers:
@@ -52,6 +57,7 @@ def settings_of(workers: Sequence[WorkerInfo]) -> VariantSettings:
         kv_cache_tokens=sum(worker.block_size * worker.total_blocks for worker in workers),
         of_workers={name: tuple(sorted(found)) for name, found in sorted(values.items())},
         gpus=len(gpus),
+        price_per_hour=None if per_second is None else per_second * _HOUR_S,
     )
 
 

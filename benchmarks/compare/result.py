@@ -18,13 +18,15 @@ Kind = Literal["round", "probe"]
 @dataclass(frozen=True, slots=True)
 class VariantSettings:
     """What the workers of a variant say of themselves: their number by role, sums over them, and
-    every other setting with the distinct values that the workers have."""
+    every other setting with the distinct values that the workers have. `price_per_hour` is None
+    if a worker has no price."""
 
     workers: Mapping[str, int]
     cores: int
     kv_cache_tokens: int
     of_workers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gpus: int = 0
+    price_per_hour: float | None = None
 
     @property
     def device(self) -> tuple[str, int]:

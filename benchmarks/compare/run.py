@@ -92,7 +92,7 @@ async def _start(
         service = Service(variant.name, variant.config, directory / variant.name)
         ending.push_async_callback(service.stop)
         await service.start()
-        own = settings_of(await service.workers())
+        own = settings_of(await service.workers(), variant.config["router"]["prices"])
         make = GrpcTarget if settings.api == "grpc" else HttpTarget
         target = make(service.ready[settings.api])
     ending.push_async_callback(target.aclose)

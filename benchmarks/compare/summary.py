@@ -72,7 +72,7 @@ def next_rate(probes: Sequence[Probe], *, first: float, limit: int) -> float | N
 
 
 class Figure(NamedTuple):
-    """One line of the comparison. `unit` is `s`, `share` or `per_s`."""
+    """One line of the comparison. `unit` is `s`, `share`, `per_s` or `price`."""
 
     label: str
     unit: str
@@ -88,6 +88,7 @@ FIGURES: Final = {
         for p in ("p50", "p99")
     },
     "attainment": Figure("SLO attainment", "share"),
+    "cost": Figure("cost per million output tokens within the SLO", "price"),
     **{
         f"{name}{per}": Figure(f"{label}{text}", "per_s")
         for name, label in _RATES.items()
@@ -106,6 +107,8 @@ def figures_of(summary: Summary, settings: VariantSettings | None) -> dict[str, 
     if summary.slo is not None:
         found["attainment"] = summary.slo.attainment
         rates["goodput"] = summary.slo.goodput_per_s
+        cost = _cost(settings, summary.slo.tokens_per_s)
+        found |= {} if cost is None else {"cost": cost}
     device, count = settings.device if settings else ("core", 0)
     for name, rate in rates.items():
         found[name] = rate
@@ -114,9 +117,17 @@ def figures_of(summary: Summary, settings: VariantSettings | None) -> dict[str, 
     return found
 
 
+def _cost(settings: VariantSettings | None, tokens_per_s: float) -> float | None:
+    """Return the price of a million tokens, None if it is not known."""
+    if settings is None or settings.price_per_hour is None or not tokens_per_s:
+        return None
+    return settings.price_per_hour / 3600.0 / tokens_per_s * 1e6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSummary:
-    """The probes of a variant. `passed` is the highest rate that passed below every failure."""
+    """The probes of a variant. `passed` is the highest rate that passed below every failure, `cost`
+    that of a million output tokens within the SLO at this rate."""
 
     probes: tuple[Probe, ...]
     passed: float | None
@@ -124,6 +135,7 @@ class SweepSummary:
     per_device: float | None
     device: str
     ratio: float | None
+    cost: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +232,11 @@ def _sweep(result: CompareResult, facts: VariantFacts) -> SweepSummary | None:
     passed, failed = bracket(probes)
     base, _ = bracket(probes_of(result.of(result.baseline, "probe"), result.slo_s))
     device, count = facts.settings.device if facts.settings else ("core", 0)
+    at_best = [
+        summarise(m.records, result.slo_s).slo
+        for m in result.of(facts.name, "probe")
+        if m.rate_per_s == passed
+    ]
     return SweepSummary(
         probes=tuple(probes),
         passed=passed,
@@ -227,4 +244,5 @@ def _sweep(result: CompareResult, facts: VariantFacts) -> SweepSummary | None:
         per_device=passed / count if passed is not None and count else None,
         device=device,
         ratio=passed / base if passed is not None and base else None,
+        cost=_cost(facts.settings, at_best[0].tokens_per_s) if at_best and at_best[0] else None,
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LABELS = {"ttft": "TTFT", "tpot": "TPOT", "tt2t": "TT2T (token 1 to 2)", "e2e": "E2E"}
 _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 _SHOWN_ERRORS = 5
-SWEEP_HEAD = ["", "rate", "each", "ratio", "probes"]
+SWEEP_HEAD = ["", "rate", "each", "ratio", "cost per million tokens", "probes"]
 
 
 def print_line(text: str, style: str = "") -> None:
@@ -180,7 +180,7 @@ def figure_rows(summary: CompareSummary) -> tuple[list[str], list[list[tuple[str
             if variant.name != summary.baseline:
                 ratio, kind = variant.ratios.get(key), ""
                 if ratio is not None and not (ratio.low or 0) <= 1 <= (ratio.high or 1):
-                    kind = "better" if (ratio.value < 1) == (unit == "s") else "worse"
+                    kind = "better" if (ratio.value < 1) == (unit in ("s", "price")) else "worse"
                 row.append((_estimate_text(ratio, "ratio"), kind))
         rows.append(row)
     return head, rows
@@ -220,7 +220,8 @@ def sweep_rows(summary: CompareSummary) -> list[list[str]]:
                 rate = f"over {sweep.passed:.2f}"
             else:
                 rate = f"{sweep.passed:.2f} (fails at {sweep.failed:.2f})"
-            rows.append([variant.name, rate, each, ratio, probes])
+            cost = "-" if sweep.cost is None else _value_text(sweep.cost, "price")
+            rows.append([variant.name, rate, each, ratio, cost, probes])
     return rows
 
 

@@ -89,6 +89,24 @@ _MEAN = (
     ' / sum(rate({0}_count{{model=~"$model"}}[$__rate_interval]))'
 )
 
+WASTE = 'kind="waste"'
+
+
+def _sum_rate(metric: str, by: str, where: str = "") -> str:
+    return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
+
+
+def _cost(by: str, where: str = "") -> str:
+    return _sum_rate("pdserve_cost_total", by, where)
+
+
+def _of_million(kind: str, tokens: str) -> str:
+    """Return the price of a million tokens of a model."""
+    counted = _sum_rate(f"pdserve_{tokens}_tokens_total", "model")
+    where = f'kind="{kind}"'
+    return f"1e6 * {_cost('model', where)} / {counted}"
+
+
 DASHBOARDS: dict[str, tuple[Panel, ...]] = {
     "overview": (
         Panel(
@@ -261,6 +279,47 @@ DASHBOARDS: dict[str, tuple[Panel, ...]] = {
             "short",
             (("sum by (tenant) (pdserve_tenant_requests_open)", "{{tenant}}"),),
         ),
+        Panel(
+            "Cost of tenants an hour",
+            "short",
+            ((f"3600 * {_sum_rate('pdserve_tenant_cost_total', 'tenant')}", "{{tenant}}"),),
+        ),
+        Panel(
+            "Cost of workers an hour",
+            "short",
+            ((f"3600 * {_cost('role, kind')}", "{{role}} {{kind}}"),),
+            "Idle time is not charged to tenants, and waste neither.",
+        ),
+        Panel(
+            "Waste an hour by reason",
+            "short",
+            ((f"3600 * {_cost('role, reason', WASTE)}", "{{role}} {{reason}}"),),
+        ),
+        Panel(
+            "Cost of a million tokens",
+            "short",
+            (
+                (_of_million("prefill", "prompt"), "{{model}} prompt"),
+                (_of_million("decode", "generation"), "{{model}} generated"),
+            ),
+            "Without waste and idle time.",
+        ),
+        Panel(
+            "Saved an hour",
+            "short",
+            (("3600 * " + _sum_rate("pdserve_cost_saved_total", "by"), "{{by}}"),),
+        ),
+        Panel(
+            "Time of workers by use",
+            "percentunit",
+            (
+                (
+                    _sum_rate("pdserve_engine_seconds_total", "kind") + " / scalar(sum("
+                    "rate(pdserve_engine_seconds_total[$__rate_interval])))",
+                    "{{kind}}",
+                ),
+            ),
+        ),
     ),
     "gpus": tuple(
         Panel(title, unit, ((expr, legend),))
@@ -302,7 +361,7 @@ _TITLES = {
     "overview": "overview",
     "phases": "phases of a request",
     "kv": "KV transfers",
-    "tenants": "tenants",
+    "tenants": "tenants and cost",
     "gpus": "GPUs",
 }
 

@@ -168,5 +168,9 @@ def _receipt_line(receipt: Receipt) -> str:
         took = f"{receipt.transfer_s * 1000:.1f} ms"
         parts.append(f"{moved} moved in {took} over {receipt.transport}")
     parts.append(f"decode {receipt.decode_s * 1000:.1f} ms on {receipt.decode_worker}")
+    if receipt.cost is not None:
+        parts.append(f"cost {receipt.cost:.3g}")
+    if receipt.energy_j is not None:
+        parts.append(f"{receipt.energy_j:.3g} J")
     parts += [f"retry {name}" for name in receipt.fallbacks]
     return ", ".join(parts)

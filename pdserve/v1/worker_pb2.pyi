@@ -70,7 +70,7 @@ class KvEndpoint(_message.Message):
     def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address", "session_address", "max_loras", "unsupported_fields", "topology", "revision")
+    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address", "session_address", "max_loras", "unsupported_fields", "topology", "revision", "device", "devices", "energy")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,9 @@ class WorkerInfo(_message.Message):
     UNSUPPORTED_FIELDS_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     role: Role
@@ -121,7 +124,10 @@ class WorkerInfo(_message.Message):
     unsupported_fields: _containers.RepeatedScalarFieldContainer[str]
     topology: _containers.ScalarMap[str, str]
     revision: str
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ..., max_loras: _Optional[int] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., topology: _Optional[_Mapping[str, str]] = ..., revision: _Optional[str] = ...) -> None: ...
+    device: str
+    devices: int
+    energy: str
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ..., max_loras: _Optional[int] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., topology: _Optional[_Mapping[str, str]] = ..., revision: _Optional[str] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., energy: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "path", "model")
@@ -268,7 +274,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving", "adapters", "gpus")
+    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving", "adapters", "gpus", "account")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +284,7 @@ class RenewRequest(_message.Message):
     MOVING_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     load: WorkerLoad
@@ -287,7 +294,34 @@ class RenewRequest(_message.Message):
     moving: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     gpus: _containers.RepeatedCompositeFieldContainer[GpuHealth]
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ...) -> None: ...
+    account: Account
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ..., account: _Optional[_Union[Account, _Mapping]] = ...) -> None: ...
+
+class Account(_message.Message):
+    __slots__ = ("seconds", "energy_j", "open_s", "busy_s")
+    class SecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class EnergyJEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_J_FIELD_NUMBER: _ClassVar[int]
+    OPEN_S_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    seconds: _containers.ScalarMap[str, float]
+    energy_j: _containers.ScalarMap[str, float]
+    open_s: float
+    busy_s: float
+    def __init__(self, seconds: _Optional[_Mapping[str, float]] = ..., energy_j: _Optional[_Mapping[str, float]] = ..., open_s: _Optional[float] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("lease_s",)
@@ -296,12 +330,14 @@ class RenewResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class DeregisterRequest(_message.Message):
-    __slots__ = ("worker_id", "instance_id")
+    __slots__ = ("worker_id", "instance_id", "account")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ...) -> None: ...
+    account: Account
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., account: _Optional[_Union[Account, _Mapping]] = ...) -> None: ...
 
 class DeregisterResponse(_message.Message):
     __slots__ = ()
@@ -497,10 +533,12 @@ class WatchCache(_message.Message):
     def __init__(self) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("stream_id",)
+    __slots__ = ("stream_id", "reason")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
-    def __init__(self, stream_id: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, stream_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Export(_message.Message):
     __slots__ = ("stream_id", "transfer_id")
@@ -597,18 +635,24 @@ class StreamDelta(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., kv_handle: _Optional[bytes] = ..., exported_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class PhaseReport(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer")
+    __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer", "prefill_busy_s", "decode_busy_s", "energy_j")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_J_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     decode_s: float
     cached_tokens: int
     transfer: TransferReport
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ...) -> None: ...
+    prefill_busy_s: float
+    decode_busy_s: float
+    energy_j: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., prefill_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., energy_j: _Optional[float] = ...) -> None: ...
 
 class TransferReport(_message.Message):
     __slots__ = ("transfer_s", "exposed_s", "bytes", "blocks", "transport", "digest_mismatches")

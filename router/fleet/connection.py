@@ -51,6 +51,7 @@ class ConnectionObserver(Protocol):
     def detached(self, member: Member) -> None: ...
     def reported(self, member: Member, load: WorkerLoad) -> None: ...
     def cache_changed(self, member: Member, update: w.CacheUpdate) -> None: ...
+    def too_late(self, member: Member, report: w.PhaseReport) -> None: ...  # it was cancelled
 
 
 def connect_over_tcp(dialer: rpc.Dialer) -> Connect:
@@ -127,8 +128,9 @@ class WorkerConnection:
         """Ask for a snapshot of the worker's prefix cache and its changes. Raises as `submit`."""
         self._send(w.Command(watch_cache=w.WatchCache()))
 
-    def cancel(self, stream_id: int, *, ended: bool = False) -> None:
-        """Stop a request; its sink hears nothing more. Unknown streams are ignored.
+    def cancel(self, stream_id: int, reason: str = "", *, ended: bool = False) -> None:
+        """Stop a request, whose work no answer needs for this reason; its sink hears nothing more.
+        Unknown streams are ignored.
 
         `ended` is for a prefill whose last delta has come, to release the blocks that it holds.
         """
@@ -136,7 +138,7 @@ class WorkerConnection:
         if not (known or ended) or self._session is None:
             return
         try:
-            self._send(w.Command(cancel=w.Cancel(stream_id=stream_id)))
+            self._send(w.Command(cancel=w.Cancel(stream_id=stream_id, reason=reason)))
         except Overloaded as error:
             # A cancel must not be lost. The worker cancels every request of a session that ends.
             self.drop(WorkerFailed(error.message))
@@ -225,6 +227,8 @@ class WorkerConnection:
         for message in frame.deltas:
             sink = sinks.get(message.stream_id)
             if sink is None:
+                if message.HasField("report"):
+                    self._observer.too_late(self._member, message.report)
                 continue
             delta = wire.delta_from_pb(message)
             if delta.finish_reason is not None:

@@ -27,10 +27,12 @@ class Member:
     routers were last seen to hold. `load`, `kv` and `steps` are None until reported. `lease_end`
     is on the clock of leases; for a lost worker it is the time of its loss. `unhealthy` is the
     worker's own verdict on its machine, `gone` the reason of its loss, `replaced` the instance id
-    of the start before this one. `adapters` are the LoRA adapters that the worker reported, by key,
-    and `resident` those that this router used last, at most `max_loras` unless more are in use,
-    with their open streams. `away` is how far it is from the router (placement/topology.py).
-    `recent_steps` came at `recent_steps_at`, on the event loop's clock.
+    of the start before this one. `busy_s` is how long the engine's steps took in all, and `open_s`
+    what of it requests had taken that are still open, as last reported. `adapters` are the LoRA
+    adapters that the worker reported, by key, and `resident` those that this router used last, at
+    most `max_loras` unless more are in use, with their open streams. `away` is how far it is from
+    the router (placement/topology.py). `recent_steps` came at `recent_steps_at`, on the event
+    loop's clock.
     """
 
     info: WorkerInfo
@@ -51,6 +53,8 @@ class Member:
     gpus: Sequence[w.GpuHealth] = ()
     recent_steps: w.RecentSteps | None = None
     recent_steps_at: float = 0.0
+    open_s: float = 0.0
+    busy_s: float | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict)
     adapters_retry_at: float = 0.0
     resident: dict[str, int] = field(default_factory=dict)
@@ -106,6 +110,10 @@ class Member:
         idle = (x for x, streams in self.resident.items() if not streams)
         if len(self.resident) > self.info.max_loras and (oldest := next(idle, None)) is not None:
             del self.resident[oldest]
+
+    def settled(self, busy_s: float) -> None:
+        """A request ended with this share."""
+        self.open_s = max(0.0, self.open_s - busy_s)
 
     def reported(self, load: WorkerLoad) -> bool:
         """Take a report. Return True if the worker has more room than was known.

@@ -15,10 +15,11 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 from pdserve.config import HealthConfig
-from pdserve.errors import InvalidRequest, WorkerFailed
+from pdserve.errors import Cancelled, InvalidRequest, WorkerFailed
 from pdserve.kv_pairs import unpaired
 from pdserve.rpc import PLAIN
 from pdserve.types import Role
+from router.accounting import WORKER_LOST
 from router.background import background
 from router.fleet.connection import WorkerConnection, connect_over_tcp
 from router.fleet.health import TICK_S, Breaker, OutlierEjection, PausingClock
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
     from pdserve.metrics import Histogram
     from pdserve.rpc import Dialer
-    from pdserve.types import Adapter, KvReport, ModelInfo, WorkerInfo, WorkerLoad
+    from pdserve.types import Account, Adapter, KvReport, ModelInfo, WorkerInfo, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
+    from router.accounting import Accounting
     from router.fleet.connection import Connect
     from router.placement.revisions import Shares
     from router.placement.topology import Topology
@@ -75,6 +77,7 @@ class Fleet:
         token_gaps: Callable[[str], Histogram] | None = None,
         clock: Callable[[], float] | None = None,
         topology: Topology | None = None,
+        accounting: Accounting | None = None,
     ) -> None:
         self.topology = topology or {}
         self.members: dict[str, Member] = {}
@@ -90,6 +93,7 @@ class Fleet:
         self._connect = connect or connect_over_tcp(dialer)
         self._watches = watches
         self._token_gaps = token_gaps
+        self._accounting = accounting
         self._router_id = router_id
         self.slots = 0  # requests that the engines of all workers run at once
         self._by_model: dict[tuple[str, bool], list[Member]] = {}
@@ -161,6 +165,8 @@ class Fleet:
                 )
             if known.info != info:
                 self._lose(known, "it registered again")
+                if known.info.instance_id != info.instance_id:
+                    self._waste_open(known)
         if known is None or known.lost:
             self._add(info, known)
         self.renew(
@@ -222,6 +228,7 @@ class Fleet:
         unhealthy: str = "",
         adapters: Collection[Adapter] = (),
         gpus: Sequence[w.GpuHealth] = (),
+        account: Account | None = None,
     ) -> bool:
         """Extend a lease. Return False if this start of the worker must register. A report that was
         not sent leaves the last one as it is."""
@@ -235,6 +242,7 @@ class Fleet:
             self.reported(member, load)
         if kv is not None:
             member.kv = kv
+        self._take_account(member, account)
         self._report_adapters(member, {adapter.key: adapter for adapter in adapters})
         if member.state != before:
             self.capacity_changed()
@@ -259,10 +267,30 @@ class Fleet:
         if before.keys() != adapters.keys():
             self.capacity_changed()
 
-    def deregister(self, worker_id: str, instance_id: str) -> None:
+    def _take_account(self, member: Member, account: Account | None) -> None:
+        if account is not None:
+            member.open_s, member.busy_s = account.open_s, account.busy_s
+            if self._accounting is not None:
+                self._accounting.reported(member.info, account)
+
+    def _waste_open(self, member: Member) -> None:
+        """What requests had taken of a worker that has died is lost."""
+        if self._accounting is not None:
+            self._accounting.wasted(member.info, WORKER_LOST, member.open_s)
+        member.open_s = 0.0
+
+    def too_late(self, member: Member, report: w.PhaseReport) -> None:
+        """A request ended on a worker after it was cancelled here."""
+        if self._accounting is not None:
+            busy_s = report.prefill_busy_s + report.decode_busy_s
+            member.settled(busy_s)
+            self._accounting.wasted(member.info, Cancelled.code, busy_s)
+
+    def deregister(self, worker_id: str, instance_id: str, account: Account | None = None) -> None:
         """The worker leaves; unknown workers are ignored."""
         member = self._current(worker_id, instance_id)
         if member is not None:
+            self._take_account(member, account)
             self._lose(member, "it left")
             self._reconcile()
 
@@ -272,6 +300,7 @@ class Fleet:
         for member in list(self.members.values()):
             if not member.lost and now >= member.lease_end:
                 self._lose(member, "its lease expired")
+                self._waste_open(member)
             elif member.lost and now - member.lease_end >= FORGET_AFTER_S:
                 del self.members[member.worker_id]
                 self._forget_views()

@@ -19,13 +19,12 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec import Struct
 
+from pdserve.step_fit import fit_costs, matrix_of
 from pdserve.step_moments import (
     DECODE_KV_TOKENS,
     DECODE_REQS,
-    FEATURES,
     PREFILL_PAIRS,
     PREFILL_TOKENS,
     StepMoments,
@@ -55,7 +54,6 @@ MARGIN_S = 0.002
 MIN_STEPS = 8.0  # measured steps of a kind before anything is predicted
 OWN_STEPS = 16.0  # measured steps of a kind before a worker is told from the others
 MAX_EXTRAPOLATION = 8.0  # longest prompt predicted, over the longest measured
-RIDGE = 1e-4  # keeps features that never varied apart from each other
 REFIT_S = 2.0
 LEARNING_S = 0.1  # instead of it while prefill is unknown
 MIN_SAMPLES = 5.0
@@ -142,29 +140,13 @@ def fit_steps(own: StepMoments, pool: StepMoments, chunk_tokens: int = 0) -> Ste
     which the worker measured too few."""
     prefill, decode = _enough(own.prefill, pool.prefill), _enough(own.decode, pool.decode)
     both = total((prefill, decode))
-    sums = np.array(both.sums).reshape(FEATURES + 1, -1)
-    found = fit_costs(sums[:FEATURES, :FEATURES], sums[:FEATURES, FEATURES]).tolist()
-    return StepModel(tuple(found), prefill.steps, decode.steps, both.end, chunk_tokens)
+    return StepModel(
+        fit_costs(*matrix_of(both)), prefill.steps, decode.steps, both.end, chunk_tokens
+    )
 
 
 def _enough(own: Moments, pool: Moments) -> Moments:
     return own if own.steps >= OWN_STEPS or not pool.steps else pool
-
-
-def fit_costs(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
-    """Return the non-negative least-squares solution for the sums `xx` and `xy`. The most
-    negative coefficient is removed until there is none."""
-    found = np.zeros(len(xy))
-    active = np.flatnonzero(np.diag(xx) > 1e-12)
-    while active.size:
-        matrix = xx[np.ix_(active, active)]
-        matrix = matrix + RIDGE * np.diag(np.diag(matrix))
-        solved = np.linalg.solve(matrix, xy[active])
-        if solved.min() >= 0:
-            found[active] = solved
-            break
-        active = np.delete(active, solved.argmin())
-    return found
 
 
 class Latency(Struct, frozen=True):

@@ -14,6 +14,7 @@ import aiohttp
 import grpc.aio
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.client import Client
 from pdserve.demo import MODEL_DIR
@@ -83,7 +84,7 @@ def prompts_as_logged() -> list[str]:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     # With one worker of each role every policy places alike; this one asks what is cached.
-    policy = ("--set", "router.policy=prefix_aware")
+    policy = ("--set", "router.policy=prefix_aware", "--set", "router.prices.cpu=3600")
     flags = (
         "--host",
         "127.0.0.1",
@@ -301,6 +302,50 @@ async def leave(stack: Stack, when: str, prompt: str) -> bool:
         with contextlib.suppress(asyncio.CancelledError):
             await task
         return caught
+
+
+async def used(stack: Stack) -> tuple[dict[str, float], float]:
+    """Seconds of engines by kind, and those of all their steps by the workers' own count."""
+    kinds: dict[str, float] = {}
+    busy_s = 0.0
+    for family in text_string_to_metric_families(await get(f"{stack.http}/metrics")):
+        for sample in family.samples:
+            if sample.name == "pdserve_engine_seconds_total":
+                kind = sample.labels["kind"]
+                kinds[kind] = kinds.get(kind, 0.0) + sample.value
+            busy_s += sample.value * (sample.name == "pdserve_worker_busy_seconds_total")
+    return kinds, busy_s
+
+
+async def test_costs_add_up_to_what_the_engines_did(stack: Stack) -> None:
+    """One core costs 1 a second."""
+    costs: list[float] = []
+
+    async def ask(client: Client, length: int) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        async with contextlib.aclosing(client.generate(f"{length} {LONG[:900]}", sampling)) as said:  # type: ignore[type-var]
+            async for delta in said:
+                if length > 40:
+                    return  # this client leaves
+                if delta.receipt is not None:
+                    costs.append(delta.receipt.cost or 0.0)
+
+    before, _ = await used(stack)
+    async with Client(stack.grpc) as client:
+        await asyncio.gather(*(ask(client, length) for length in (1, 2, 9, 20, 30, 40, 200, 300)))
+    await stack.until_empty()
+    async with asyncio.timeout(WAIT_S):  # the router knows with the workers' next renewals
+        while True:
+            kinds, busy_s = await used(stack)
+            worked_s = sum(kinds.values()) - kinds.get("idle", 0.0)
+            if kinds.get("waste", 0.0) > before.get("waste", 0.0) and worked_s == pytest.approx(
+                busy_s, rel=0.01
+            ):
+                break
+            await asyncio.sleep(0.2)
+    answered_s = sum(kinds[x] - before.get(x, 0.0) for x in ("prefill", "decode"))
+    (cores,) = {x.info.devices for x in await stack.statuses()}
+    assert sum(costs) == pytest.approx(answered_s * cores, rel=0.01)
 
 
 @pytest.mark.parametrize("when", ["queued or in prefill", "in transfer", "in decode"])

@@ -40,6 +40,7 @@ CONFIG = {
     "router": {
         "roles": {"auto": True},
         "tenants": [ACME],
+        "prices": {"cpu": 0.05},
     },
 }
 LISTENING = re.compile(r'msg="Listening on" .*?address=127\.0\.0\.1:(\d+)')

@@ -32,7 +32,6 @@ from pdserve.errors import (
     UnsupportedField,
     WorkerFailed,
 )
-from pdserve.step_moments import StepRecorder, StepShape
 from pdserve.types import (
     FinishReason,
     KvEndpoint,
@@ -42,6 +41,7 @@ from pdserve.types import (
     TransferReport,
     WorkerLoad,
 )
+from workers.accounting import BusyTime, StepWork
 from workers.cache_mirror import CacheMirror
 from workers.engine import (
     NO_LORA,
@@ -60,7 +60,6 @@ from workers.fake.settings import FakeSettings, matches
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
-    from pdserve.step_moments import Step, StepMoments
     from pdserve.types import Adapter, ModelInfo, PositionLogprobs
     from workers.engine import CacheCallback, FailureCallback, StepCallback, Work
     from workers.fake.settings import FakeFaults, FakeKv
@@ -243,7 +242,7 @@ class FakeEngine:
             self._cache = PrefixCache(info.name, settings.block_size, settings.total_blocks)
         self._steps = 0
         self._step_s = 0.0  # of the step under way
-        self._recorder = StepRecorder()
+        self.busy = BusyTime()
         self._is_over = False
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()  # the step loop and fetches
@@ -376,12 +375,6 @@ class FakeEngine:
     def kv_state(self) -> KvState | None:
         return None if self._kv is None else KvState(self.ledger())
 
-    def step_moments(self) -> StepMoments:
-        return self._recorder.moments(self._now())
-
-    def recent_steps(self) -> list[Step]:
-        return self._recorder.recent()
-
     async def load_adapter(self, adapter: Adapter) -> None:
         if not self._settings.max_loras:
             raise InvalidRequest(NO_LORA, field="lora_name")
@@ -444,12 +437,16 @@ class FakeEngine:
         self._admit()
         if not (self._running or self._ended):
             return False
-        settings, shape, planned = self._settings, self._step_shape(), list(self._running)
+        settings, work, planned = self._settings, self._step_work(), list(self._running)
+        shape = work.shape
         self._step_s = settings.step_s + settings.prefill_s * shape.prefill_tokens
         self._step_s += settings.decode_s * shape.decode_reqs
+        if planned:
+            self.busy.begin(self._now())
         await asyncio.sleep(self._step_s)
         # The scripted time, not the measured one: what routers learn of a fake engine is exact.
-        self._recorder.observe(shape, self._step_s, self._now())
+        if planned:
+            self.busy.step(work, self._step_s, self._now())
         self._step_s = 0.0
         self._steps += 1
         if self._steps == self._faults.crash_at_step:
@@ -486,17 +483,12 @@ class FakeEngine:
                     )
                 self._running[stream_id] = sequence
 
-    def _step_shape(self) -> StepShape:
-        running = self._running.values()
-        prompts = [x.context - x.cached_tokens for x in running if x.kv is None]
-        contexts = [x.context for x in running if x.kv is not None]
-        return StepShape(
-            prefill_tokens=sum(prompts),
-            prefill_pairs=sum(x * x / 2 for x in prompts),
-            prefill_end=max(prompts, default=0),
-            decode_reqs=len(contexts),
-            decode_kv_tokens=sum(contexts),
-        )
+    def _step_work(self) -> StepWork:
+        running = self._running.items()
+        prompts = [
+            (i, x.context - x.cached_tokens, x.cached_tokens) for i, x in running if x.kv is None
+        ]
+        return StepWork(prompts, [(i, x.context) for i, x in running if x.kv is not None])
 
     def _advance(self, sequence: Sequence) -> StreamDelta:
         work = sequence.work

@@ -77,6 +77,7 @@ from workers.vllm.tokenizer import path_for_router
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.types import Adapter, TransferReport
+    from workers.accounting import BusyTime
     from workers.engine import CacheChange, Work
     from workers.vllm.settings import VllmSettings
 
@@ -104,9 +105,9 @@ class VllmCore:
     `steps` and `load`, the load after the last step, may be read by any thread.
     """
 
-    def __init__(self, settings: VllmSettings, wake: Callable[[], None]) -> None:
-        """Load the model. `wake` is called, on any thread, when a step may find a change. Raises
-        ConfigError, or what vLLM raises."""
+    def __init__(self, settings: VllmSettings, wake: Callable[[], None], busy: BusyTime) -> None:
+        """Load the model. `wake` is called, on any thread, when a step may find a change; steps
+        are counted in `busy`. Raises ConfigError, or what vLLM raises."""
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
         # The context's defaults suit a server.
@@ -144,7 +145,7 @@ class VllmCore:
         self.is_idle = False
         self._idle = IdleSteps(in_flight=core.batch_queue_size)
         self.executor_died = False
-        self.steps = StepWatch(self._scheduler)
+        self.steps, self._busy = StepWatch(self._scheduler, busy), busy
         self._cache_events = cache.watch(self._scheduler, config, settings.model_names[0])
         try:
             self.info = self._describe(settings)
@@ -274,6 +275,7 @@ class VllmCore:
                 PoolingParams(task="embed") if is_pooling else sampling.to_vllm(work, transfer),
                 lora_request=adapter,
             )
+            self._busy.name(work.stream_id, vllm_id)
             set_gate(self._scheduler, vllm_id, work.reasoning_gate)
         except (PdserveError, VLLMClientError, ValueError) as error:
             self._engine.abort_request([key])  # vLLM may have registered it before it refused

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kv_transfer.snapshot import KvState
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import KvLedger
+from workers.accounting import BusyTime
 from workers.engine import ended_by, ignore_cache, ignore_progress
 from workers.vllm import progress
 from workers.vllm.settings import apply_environment
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.errors import PdserveError
-    from pdserve.step_moments import Step, StepMoments
     from pdserve.types import Adapter, StreamDelta, WorkerLoad
     from workers.engine import CacheCallback, EngineInfo, FailureCallback, StepCallback, Work
     from workers.vllm.core import KvLook, VllmCore
@@ -52,6 +52,7 @@ class VllmEngine:
         self, settings: VllmSettings, on_progress: Callable[[str], None] = ignore_progress
     ) -> None:
         """`on_progress` is called with what the start does, on the threads that do it."""
+        self.busy = BusyTime()
         self._settings, self._on_progress = settings, on_progress
         self._lock = threading.Lock()
         self._inbox: deque[tuple[_Action, int | None]] = deque()  # with the id of a new stream
@@ -134,12 +135,6 @@ class VllmEngine:
             return None
         return self._core.steps.add_to(self._core.load, has_more=bool(self._inbox))
 
-    def step_moments(self) -> StepMoments | None:
-        return None if self._core is None else self._core.steps.recorder.moments(time.monotonic())
-
-    def recent_steps(self) -> list[Step]:
-        return [] if self._core is None else self._core.steps.recorder.recent()
-
     def ledger(self) -> KvLedger:
         return self._ledger
 
@@ -171,7 +166,7 @@ class VllmEngine:
             from workers.vllm.core import VllmCore
 
             with progress.reported(self._on_progress):
-                core = VllmCore(self._settings, self._wake.set)
+                core = VllmCore(self._settings, self._wake.set, self.busy)
         except BaseException as error:  # noqa: BLE001 - raised by `start`
             self._stop(WorkerFailed("the engine did not start"), [])
             started.set_exception(error)

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pdserve.step_moments import StepRecorder, StepShape
+from workers.accounting import BusyTime, StepWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ class IdleSteps:
 
 
 class StepWatch:
-    """The steps of one scheduler: their costs in `recorder`, and for routers to detect a stall a
+    """The steps of one scheduler: their durations go to `busy`. For routers to detect a stall, a
     count of steps and layers, and how long the step under way may show nothing.
 
     State: steps that are scheduled and not done, each with the time at which it could begin and how
@@ -58,11 +58,12 @@ class StepWatch:
     second while requests run: it delays their tokens. The step thread writes, any thread reads.
     """
 
-    def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        self.recorder = StepRecorder()
+    def __init__(
+        self, scheduler: Any, busy: BusyTime, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.sees_layers = False
         self._clock = clock
-        self._scheduled: deque[tuple[StepShape, float, float]] = deque(maxlen=_MAX_SCHEDULED)
+        self._scheduled: deque[tuple[StepWork | None, float, float]] = deque(maxlen=_MAX_SCHEDULED)
         self._ended_at = 0.0
         self._count = 0
         self._has_work = False
@@ -76,8 +77,10 @@ class StepWatch:
         def watched_schedule(*args: Any, **kwargs: Any) -> Any:
             began = self._ended_at if scheduler.running else clock()
             output = schedule(*args, **kwargs)
-            allowed_s = self._allowed_s(output.total_num_scheduled_tokens)
-            self._scheduled.append((shape_of(output), began, allowed_s))
+            allowed_s, work = self._allowed_s(output.total_num_scheduled_tokens), work_of(output)
+            self._scheduled.append((work, began, allowed_s))
+            if work is not None:
+                busy.begin(began)
             self._allowance_s = max(self._allowance_s, allowed_s)
             return output
 
@@ -85,8 +88,9 @@ class StepWatch:
             outputs = update(*args, **kwargs)
             now = clock()
             if self._scheduled:
-                shape, began, _ = self._scheduled.popleft()
-                self.recorder.observe(shape, now - max(began, self._ended_at), now)
+                work, began, _ = self._scheduled.popleft()
+                if work is not None:
+                    busy.step(work, now - max(began, self._ended_at), now)
             self._ended_at = now
             return outputs
 
@@ -132,22 +136,20 @@ class StepWatch:
         )
 
 
-def shape_of(output: Any) -> StepShape:
-    """Return the shape of a step from vLLM's SchedulerOutput. A request with one token to compute
-    counts as decoding, and so does one whose further tokens are speculative."""
+def work_of(output: Any) -> StepWork | None:
+    """Return the work of a step from vLLM's SchedulerOutput, None if it has none. A request with
+    one token to compute counts as decoding, and so does one whose further tokens are
+    speculative."""
     scheduled, guessed = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     cached = output.scheduled_cached_reqs
-    prefill_tokens = prefill_end = decode_reqs = decode_kv_tokens = 0
-    prefill_pairs = 0.0
     parts = [(x.req_id, x.num_computed_tokens) for x in output.scheduled_new_reqs]
     parts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    for request_id, computed in parts:
+    prompts, decoding = [], []
+    for part in parts:
+        request_id, computed = part
         count = scheduled.get(request_id, 0)
         if count > 1 and request_id not in guessed:
-            prefill_tokens += count
-            prefill_pairs += count * (computed + count / 2)
-            prefill_end = max(prefill_end, computed + count)
+            prompts.append((request_id, count, computed))
         elif count:
-            decode_reqs += 1
-            decode_kv_tokens += computed
-    return StepShape(prefill_tokens, prefill_pairs, prefill_end, decode_reqs, decode_kv_tokens)
+            decoding.append(part)
+    return StepWork(prompts, decoding) if prompts or decoding else None

@@ -78,10 +78,10 @@ def test_step_costs_are_found_again_under_noise(costs: tuple[float, ...], seed: 
 
 
 def test_no_cost_is_negative() -> None:
-    assert fit_costs(np.diag([1.0, 1.0]), np.array([1.0, -1.0])).tolist() == pytest.approx(
+    assert fit_costs(np.diag([1.0, 1.0]), np.array([1.0, -1.0])) == pytest.approx(
         [1.0, 0.0], rel=1e-3
     )
-    assert fit_costs(np.zeros((2, 2)), np.zeros(2)).tolist() == [0.0, 0.0]
+    assert fit_costs(np.zeros((2, 2)), np.zeros(2)) == (0.0, 0.0)
 
 
 def steps() -> StepMoments:

@@ -15,6 +15,7 @@ from pdserve.types import ModelInfo, Role, WorkerInfo
 from pdserve.v1 import worker_pb2 as w
 from tests.unit.workers.router_side import WAIT_S, FakeRegistry
 from workers import registration
+from workers.accounting import BusyTime, WorkerAccount
 from workers.registration import RegistrationRefused, Registrations
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 async def begin(stack: AsyncExitStack, state: w.RenewRequest, *addresses: str) -> Registrations:
     registrations = Registrations(addresses)
     stack.push_async_callback(registrations.stop)
-    registrations.start(INFO, lambda: state)
+    registrations.start(INFO, lambda: state, WorkerAccount(BusyTime(), 0.0))
     return registrations
 
 

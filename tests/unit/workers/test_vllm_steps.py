@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.step_moments import StepShape
 from pdserve.types import WorkerLoad
-from workers.vllm.steps import COLD_STEPS, UNKNOWN_S, IdleSteps, StepWatch, shape_of
+from workers.accounting import BusyTime, StepWork
+from workers.vllm.steps import COLD_STEPS, UNKNOWN_S, IdleSteps, StepWatch, work_of
 
 
 def output(
@@ -41,8 +42,9 @@ class Scheduler:
         self.now = 100.0
         self.next: Any = output({})
         self.seen: list[tuple[StepShape, float]] = []
-        self.watch = StepWatch(self, lambda: self.now)
-        self.watch.recorder = SimpleNamespace(observe=self._observe)  # type: ignore[assignment]
+        busy = BusyTime()
+        busy.step = self._observe  # type: ignore[method-assign]
+        self.watch = StepWatch(self, busy, lambda: self.now)
 
     def schedule(self, _throttle: bool = False) -> Any:
         return self.next
@@ -50,8 +52,8 @@ class Scheduler:
     def update_from_output(self, _output: Any, _model_output: Any) -> dict[int, Any]:
         return {}
 
-    def _observe(self, shape: StepShape, seconds: float, _now: float) -> None:
-        self.seen.append((shape, round(seconds, 6)))
+    def _observe(self, work: StepWork, seconds: float, _now: float) -> None:
+        self.seen.append((work.shape, round(seconds, 6)))
 
     def step(self, what: Any, took_s: float) -> None:
         self.next = what
@@ -92,12 +94,13 @@ def warm(scheduler: Scheduler) -> Scheduler:
 
 
 def test_a_step_is_told_by_what_it_computes() -> None:
-    shape = shape_of(
+    work = work_of(
         output({"a": 64, "b": 1, "c": 3, "d": 16}, new={"a": 0}, cached={"b": 40, "c": 9, "d": 32},
                guessed=("c",))
     )  # fmt: skip
     pairs = 64 * 32 + 16 * (32 + 8)
-    assert shape == StepShape(80, pairs, 64, decode_reqs=2, decode_kv_tokens=49)
+    assert work is not None
+    assert work.shape == StepShape(80, pairs, 64, decode_reqs=2, decode_kv_tokens=49)
 
 
 def test_what_passes_between_steps_counts_only_while_requests_run(scheduler: Scheduler) -> None:

@@ -31,6 +31,7 @@ from pdserve.tokenizer import Tokenizer as ModelTokenizer
 from pdserve.tokenizer import read_files
 from pdserve.types import ModelInfo
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from router.accounting import Accounting
 from router.admission import AdmissionController, AdmissionLimits
 from router.api.auth import EVERYONE, Keys
 from router.api.grpc import Generation
@@ -101,7 +102,9 @@ async def apis(generator: ScriptedGenerator, keys: Keys, tmp_path: Path) -> Asyn
         )
         # No worker computes embeddings here.
         admission = AdmissionController(AdmissionLimits())
-        embedder = Embedder(Fleet(router_id="r"), admission, RouterMetrics(SloConfig()))
+        metrics = RouterMetrics(SloConfig())
+        accounting = Accounting({}, metrics.count)
+        embedder = Embedder(Fleet(router_id="r"), admission, metrics, accounting)
         store = BatchStore(tmp_path / "batches", "router")
         stack.push_async_callback(store.close)
         api = HttpApi(

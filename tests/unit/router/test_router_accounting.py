@@ -1,0 +1,100 @@
+"""Who pays: the tenant for what its answer needs, once, and waste for the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from pdserve.types import IDLE, Account, PhaseReport, Role, WorkerInfo
+from router.accounting import Accounting, Charge, Done, price_s, sum_known
+from router.fleet.registry import Fleet
+from tests.fakes import worker_info
+
+PRICES = {"H1": 1.0, "H100": 3600.0, "cpu": 0.0}
+PREFILL = PhaseReport(prefill_busy_s=2.0, energy_j=20.0)
+DECODE = PhaseReport(decode_busy_s=3.0, energy_j=30.0)
+
+
+def worker(
+    name: str, role: Role, device: str = "NVIDIA H100 80GB HBM3", devices: int = 2
+) -> WorkerInfo:
+    return worker_info(name, role, device=device, devices=devices)
+
+
+class Books:
+    """An Accounting at 1 a second for an H100. State: what it has counted."""
+
+    def __init__(self) -> None:
+        self.counted: dict[str, Counter[tuple[str, ...]]] = {}
+        self.accounting = Accounting(PRICES, self._count)
+
+    def _count(self, name: str, *labels: str, by: float) -> None:
+        self.counted.setdefault(name, Counter())[labels] += by  # type: ignore[assignment]
+
+    def of(self, name: str) -> dict[tuple[str, ...], float]:
+        """Counts by kind and reason."""
+        return {labels[2:]: count for labels, count in self.counted.get(name, {}).items()}
+
+
+@pytest.fixture
+def books() -> Books:
+    return Books()
+
+
+def test_a_request_pays_for_its_shares_on_both_workers(books: Books) -> None:
+    p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE, devices=1)
+    charge = books.accounting.charge([Done(p, PREFILL), Done(d, DECODE)], "acme")
+    assert charge == Charge(cost=2 * 2.0 + 3.0, energy_j=50.0)
+    assert books.of("engine_seconds") == {("prefill", ""): 2.0, ("decode", ""): 3.0}
+    assert books.of("cost") == {("prefill", ""): 4.0, ("decode", ""): 3.0}
+    assert books.counted["tenant_cost"] == {("acme",): 7.0}
+
+
+def test_a_prompt_that_is_computed_again_is_waste(books: Books) -> None:
+    a = worker("a", Role.AGGREGATED)
+    again = PhaseReport(prefill_busy_s=4.0, decode_busy_s=4.0, energy_j=80.0)
+    work = [Done(a, PREFILL), Done(a, None), Done(a, again, "worker_failed")]
+    assert books.accounting.charge(work, "") == Charge(2 * (2.0 + 4.0), 20.0 + 40.0)
+    assert books.of("engine_seconds")["waste", "worker_failed"] == 4.0
+    assert books.of("energy_joules")["waste", "worker_failed"] == 40.0
+
+
+def test_a_request_that_failed_pays_nothing(books: Books) -> None:
+    work = [Done(worker("p", Role.PREFILL), PREFILL)]
+    assert books.accounting.charge(work, "acme", "cancelled") == Charge(None, None)
+    assert books.of("cost") == {("waste", "cancelled"): 4.0}
+    assert "tenant_cost" not in books.counted
+
+
+@pytest.mark.parametrize(
+    ("device", "price"), [("NVIDIA H100 80GB HBM3", 2.0), ("cpu", 0.0), ("NVIDIA L4", None)]
+)
+def test_the_longest_name_that_fits_a_device_has_its_price(
+    device: str, price: float | None
+) -> None:
+    assert price_s(PRICES, worker("p", Role.PREFILL, device)) == price
+
+
+def test_a_cost_is_not_known_if_one_of_its_parts_is_not(books: Books) -> None:
+    work = [
+        Done(worker("p", Role.PREFILL), PREFILL),
+        Done(worker("d", Role.DECODE, "NVIDIA L4"), PhaseReport(decode_busy_s=1.0)),
+    ]
+    assert books.accounting.charge(work, "acme") == Charge(None, None)
+    assert (sum_known([1.0, 2.0]), sum_known([1.0, None]), sum_known([])) == (3.0, None, None)
+
+
+async def test_what_a_worker_reports_counts_and_what_dies_with_it_is_waste(books: Books) -> None:
+    now = 0.0
+    fleet = Fleet(router_id="r", lease_s=5.0, clock=lambda: now, accounting=books.accounting)
+    info = worker("p", Role.PREFILL)
+    fleet.register(info)
+    account = Account({IDLE: 5.0, "cancelled": 1.0}, {IDLE: 7.0}, open_s=3.0, busy_s=9.0)
+    assert fleet.renew("p", info.instance_id, load=None, draining=False, account=account)
+    assert books.of("engine_seconds") == {(IDLE, ""): 5.0, ("waste", "cancelled"): 1.0}
+    assert books.of("energy_joules") == {(IDLE, ""): 7.0}
+    fleet.members["p"].settled(1.0)  # one of its open requests ended since
+    fleet.members["p"].lease_end = -1.0
+    fleet.expire()
+    assert books.of("cost")["waste", "worker_lost"] == pytest.approx(2.0 * 2.0)
