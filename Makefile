@@ -29,7 +29,7 @@ EXTENSIONS := kv_transfer/_copy.c
 HEADERS := $(wildcard kv_transfer/*.h)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
-TOOLS := prometheus buildah mmdebstrap
+TOOLS := chromium prometheus buildah mmdebstrap
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 

@@ -1,14 +1,22 @@
 // The console: one connection to the router, and the view that is open.
 
+import { chatView } from "./chat.js";
 import { make, number, setText } from "./dom.js";
+import { flowView } from "./flow.js";
+import { goodputView } from "./goodput.js";
 import { requestsView } from "./requests.js";
 import { State } from "./state.js";
 import { events } from "./stream.js";
+import { verdictView } from "./verdict.js";
 import { workersView } from "./workers.js";
 
 const VIEWS = {
   requests: ["Requests", requestsView],
   workers: ["Workers", workersView],
+  flow: ["KV flow", flowView],
+  goodput: ["Goodput", goodputView],
+  verdict: ["Is disaggregation helping?", verdictView],
+  chat: ["Chat", chatView],
 };
 const RETRY_S = 1;
 
@@ -96,6 +104,7 @@ for (const [query, change] of [
   media.addEventListener("change", change);
 }
 addEventListener("hashchange", () => {
+  document.getElementById("detail").close();
   show();
   scrollTo(0, 0);
   main.focus({ preventScroll: true });

@@ -1,0 +1,210 @@
+"""The console in a real browser, with live traffic on real vLLM: every view shows what happens, an
+administrator acts, and nothing that a client sends becomes markup."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+import yaml
+
+from pdserve.security.keys import hash_key, new_key
+from tests.patience import START_S, WAIT_S
+from tests.up_process import up
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from playwright.async_api import Page
+
+playwright = pytest.importorskip("playwright.async_api", reason="needs the package playwright")
+axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="needs the package axe")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium"),
+    pytest.mark.timeout(START_S + 6 * WAIT_S),
+]
+expect = playwright.expect
+expect.set_options(timeout=WAIT_S * 1000)
+
+ADMIN_KEY, KEY = new_key(), new_key()
+ATTACK = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+VIEWS = ("requests", "workers", "flow", "goodput", "verdict", "chat")
+
+
+class Traffic:
+    """A client that asks one request after another, as the tenant with the evil name."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with openai.OpenAI(base_url=f"{self._url}/v1", api_key=KEY, max_retries=0) as client:
+            while not self._stopped.is_set():
+                messages: Any = [{"role": "user", "content": ATTACK + " leaves" * 40}]
+                try:
+                    client.chat.completions.create(
+                        model=ATTACK, messages=messages, max_tokens=16, temperature=0.0
+                    )
+                except openai.APIError:  # a worker was killed
+                    self._stopped.wait(0.2)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("console")
+    token, config = folder / "token", folder / "config.yaml"
+    token.write_text("a-token-that-only-tests-have-got-1")
+    access = {"worker_token_file": str(token)}
+    router = {
+        "access": {**access, "admin_keys": [hash_key(ADMIN_KEY)]},
+        "tenants": [{"name": ATTACK, "keys": [hash_key(KEY)]}],
+    }
+    worker = {"access": access}
+    config.write_text(yaml.safe_dump({"router": router, "worker": worker}))
+    pools = ("--prefill", "1", "--decode", "2", "--set", "router.policy=least_loaded")
+    words = ("--engine", "vllm", "--config", str(config), *pools, "--model-name", ATTACK)
+    with up(folder, *words) as running:
+        ready = running.wait_until_serving(within_s=START_S)
+        traffic = Traffic(ready["http"])
+        yield ready
+        traffic.stop()
+        running.send(signal.SIGINT)
+        assert running.wait() == 0
+
+
+@pytest.fixture
+async def page(service: dict[str, Any]) -> AsyncIterator[Page]:
+    """The console after the administrator has given the key; it said no error and asked nobody
+    else for anything."""
+    said: list[str] = []
+    async with playwright.async_playwright() as tool:
+        browser = await tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": 1280, "height": 800})
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("console", lambda line: said.append(line.text) if line.type == "error" else None)
+        page.on(
+            "request", lambda x: None if x.url.startswith(service["http"]) else said.append(x.url)
+        )
+        await page.goto(f"{service['http']}/console")
+        await page.get_by_label("Key").fill(ADMIN_KEY)
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#status")).to_have_class("live")
+        yield page
+        assert await page.title() != "owned"
+        await browser.close()
+    # The first call has no key yet, and chromium logs its status.
+    assert [text for text in said if "status of 401" not in text] == []
+
+
+async def opened(page: Page, view: str) -> None:
+    await page.locator(f"nav a[href='#{view}']").click()
+    await expect(page.locator(f"nav a[href='#{view}']")).to_have_attribute("aria-current", "page")
+
+
+async def test_requests_are_shown_and_explained(page: Page) -> None:
+    row = page.locator("tbody tr", has=page.locator("i.decode")).filter(has_text="decode-").first
+    await expect(row).to_contain_text("prefill-0 → decode-")
+    await expect(row).to_contain_text(ATTACK)
+    await page.get_by_label("Outcome").select_option("finished")
+    await page.get_by_role("button", name="Pause").click()
+    await row.get_by_role("button").focus()
+    await page.keyboard.press("Enter")
+    dialog = page.locator("#detail")
+    await expect(dialog).to_contain_text("prefill on prefill-0, decode on decode-")
+    await expect(dialog.locator("table tbody tr")).to_have_count(3)
+    await expect(dialog.locator("dl")).to_contain_text("transfer blocks")
+    await page.keyboard.press("Escape")
+    await expect(dialog).to_be_hidden()
+    await page.get_by_label("Outcome").select_option("refused")
+    await page.get_by_role("button", name="Continue").click()
+    await expect(page.locator("#view tbody tr")).to_have_count(0)
+
+
+async def test_workers_show_their_steps(page: Page) -> None:
+    await opened(page, "workers")
+    for name, kind in (("prefill-0", "prompt"), ("decode-0", "decode")):
+        lane = page.locator(f".lane[data-worker='{name}']")
+        await expect(lane).to_contain_text("ready")
+        steps = re.compile(rf"{name}: [1-9].* [1-9]\d* {kind} tokens")
+        await expect(lane.locator("canvas")).to_have_attribute("aria-label", steps)
+
+
+async def test_flow_goodput_and_verdict_come_from_the_same_requests(page: Page) -> None:
+    await opened(page, "flow")
+    for i in range(2):
+        await expect(page.locator(".flow tbody td").nth(i)).to_contain_text("B/s")
+    await opened(page, "goodput")
+    await expect(page.locator("tbody tr").first).to_contain_text(ATTACK)
+    await expect(page.get_by_role("img")).to_have_attribute(
+        "aria-label", re.compile(r"\d+ of [1-9]\d* requests were good")
+    )
+    await opened(page, "verdict")
+    await expect(page.locator("article")).to_contain_text("1 prefill")
+    await expect(page.locator("article")).to_contain_text("Measured in the last minute")
+
+
+async def test_a_chat_draws_its_own_waterfall(page: Page) -> None:
+    await opened(page, "chat")
+    await page.get_by_label("Tenant's key").fill(KEY)
+    await page.get_by_label("Message").fill(ATTACK)
+    await page.keyboard.press("Control+Enter")
+    await expect(page.locator(".turn").last).to_contain_text("KV blocks over")
+    await expect(page.locator(".turn .bar i.decode")).to_be_visible()
+    await expect(page.locator(".turn.user")).to_have_text(ATTACK)
+    await page.get_by_label("Message").fill("Which time is it?")
+    await page.locator("summary", has_text="Tools as JSON").click()
+    await page.get_by_label("Tools").fill("[")
+    await page.get_by_role("button", name="Send").click()
+    await expect(page.locator(".turn .error").last).to_contain_text("JSON")
+
+
+async def test_an_administrator_drains_a_worker_and_takes_it_back(page: Page) -> None:
+    await opened(page, "workers")
+    lane, dialog = page.locator(".lane[data-worker='decode-1']"), page.locator("#ask")
+    for act, state in (("Drain", "draining"), ("Undrain", "ready")):
+        await lane.get_by_role("button", name=act, exact=True).click()
+        await dialog.get_by_role("button", name=act, exact=True).click()
+        await expect(dialog.get_by_role("status")).to_contain_text("done")
+        await expect(lane.locator(".mark")).to_have_text(state)
+        await dialog.get_by_role("button", name="Close").click()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing(page: Page, scheme: Any) -> None:
+    await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    for view in VIEWS:
+        await opened(page, view)
+        await asyncio.sleep(0.5)  # for a few rows
+        found = await axe.Axe().run(page)
+        assert found.violations_count == 0, f"{view}: {found.generate_report()}"
+
+
+async def test_a_phone_scrolls_in_one_direction(page: Page) -> None:
+    await page.set_viewport_size({"width": 390, "height": 844})
+    for view in VIEWS:
+        await opened(page, view)
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390, view
+
+
+async def test_a_killed_worker_is_seen(service: dict[str, Any], page: Page) -> None:
+    await opened(page, "workers")
+    mark = page.locator(".lane[data-worker='decode-1'] .mark")
+    await expect(mark).to_have_text("ready")
+    pid = next(x["pid"] for x in service["workers"] if x["worker_id"] == "decode-1")
+    os.kill(pid, signal.SIGKILL)
+    await expect(mark).to_have_text(re.compile("connecting|lost"))
