@@ -2,11 +2,14 @@
 import assert from 'node:assert/strict'
 import { createOpenAI } from '@ai-sdk/openai'
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
-import { generateText, streamText } from 'ai'
+import { generateText, stepCountIs, streamText, tool } from 'ai'
 import OpenAI from 'openai'
+import { z } from 'zod'
 
 const [name, url, model] = process.argv.slice(2)
 const [baseURL, apiKey, prompt] = [`${url}/v1`, 'none', 'Count to five.']
+// The demo model has learnt to call tools; this one it calls as asked.
+const toolPrompt = 'What is the weather in Paris?'
 
 async function openai () {
   const client = new OpenAI({ baseURL, apiKey })
@@ -27,6 +30,16 @@ async function aiSdk (chat) {
   let streamed = ''
   for await (const part of streamText({ model: chat, prompt }).textStream) streamed += part
   assert.ok(streamed)
+  const cities = []
+  const weather = tool({
+    description: 'The weather.',
+    inputSchema: z.object({ city: z.string() }),
+    execute: ({ city }) => { cities.push(city); return { weather: 'rain' } }
+  })
+  const agent = { model: chat, prompt: toolPrompt, temperature: 0, tools: { get_weather: weather }, stopWhen: stepCountIs(3) }
+  assert.match((await generateText(agent)).text, /rain/)
+  assert.match(await streamText(agent).text, /rain/)
+  assert.deepEqual(cities, ['Paris', 'Paris'])
 }
 
 await {

@@ -1,5 +1,5 @@
-"""Real client packages with default settings, against one prefill and one decode worker with fake
-engines. docs/clients.md says what each of them does."""
+"""Real client packages with default settings, against the demo model on one prefill and one decode
+worker. docs/clients.md says what each of them does."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ENV = {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with up(tmp_path_factory.mktemp("up"), "--model-name", "demo") as running:
+    with up(tmp_path_factory.mktemp("up"), "--engine", "vllm") as running:
         yield running.wait_until_serving()["http"]
 
 
 def run(*words: str) -> None:
     done = subprocess.run(
-        [*words, "demo"],
+        [*words, "pdserve-demo"],
         env=ENV,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -62,6 +62,7 @@ def run(*words: str) -> None:
         "litellm",
         "llama_index",
         "openai_agents",
+        "instructor",
     ],
 )
 def test_python_client(client: str, url: str) -> None:
