@@ -92,6 +92,15 @@ class Tokenizer:
         """The parsers of what the model writes, as far as its chat template tells."""
         return ParserNames() if self._template is None else self._template.parsers
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """The configuration and chat template of the model's files; special tokens as text."""
+        found: dict[str, Any] = json.loads(self.files.get(_CONFIG, b"{}"))
+        found |= _special_tokens(found)
+        if _TEMPLATE in self.files:
+            found["chat_template"] = self.files[_TEMPLATE].decode()
+        return found
+
     @staticmethod
     def load(files: Mapping[str, bytes]) -> Tokenizer:
         """Make a tokenizer of what `read_files` returned: `tokenizer.json`, `tokenizer_config.json`
@@ -255,7 +264,11 @@ def _read_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
         return None
     if not isinstance(template, str):
         raise ConfigError(f"{_CONFIG}: chat_template is not text", field="model")
-    # A special token is its text, or an object with `content`.
+    return ChatTemplate(template, _special_tokens(config))
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return them by name. One is its text, or an object with `content`."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     tokens = {x: y.get("content") if isinstance(y, dict) else y for x, y in named.items()}
-    return ChatTemplate(template, {x: y for x, y in tokens.items() if isinstance(y, str)})
+    return {x: y for x, y in tokens.items() if isinstance(y, str)}

@@ -59,6 +59,7 @@ BODY_TIMEOUT_S = 30.0
 _MODELS = "/v1/models"
 _MESSAGES = "/v1/messages"
 _RESPONSES = "/v1/responses"
+_TOKENIZER = ("/tokenize", "/detokenize", "/tokenizer_info")
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _BODIES: dict[str, type[openai.ChatRequest | openai.CompletionRequest]] = {
     "/v1/chat/completions": openai.ChatRequest,
@@ -130,6 +131,7 @@ class HttpApi:
             "/docs": ("GET", self._docs),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
+            "/tokenizer_info": ("GET", self._tokenizer_info),
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -179,7 +181,7 @@ class HttpApi:
             return self._preflight(request)
         if path in (_LOAD, _UNLOAD):
             self._keys.check_admin(_authorization(request))
-        elif path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
+        elif path.startswith("/v1/") or path in _TOKENIZER:
             request[_TENANT] = self._keys.tenant_of(_authorization(request))
         if self._console is not None and (path == CONSOLE or path.startswith(f"{CONSOLE}/")):
             body = partial(_read_body, request)
@@ -272,6 +274,10 @@ class HttpApi:
         )
         found = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
         return _json({**found, "token_strs": None})
+
+    async def _tokenizer_info(self, request: web.BaseRequest) -> web.Response:
+        model, _ = self._preprocessor.find(request.query.get("model", ""))
+        return _json((await self._preprocessor.tokenizer(model)).info)
 
     async def _count_tokens(self, request: web.BaseRequest) -> web.Response:
         body = read(messages.CountTokensRequest, await _read_body(request))

@@ -49,6 +49,7 @@ ENDPOINTS = (
     Endpoint("POST", "/v1/rerank", "Documents by their score for a query", RerankRequest),
     Endpoint("POST", "/tokenize", "Token ids of a text or a conversation", TokenizeRequest),
     Endpoint("POST", "/detokenize", "Text of token ids", DetokenizeRequest),
+    Endpoint("GET", "/tokenizer_info", "The tokenizer's configuration and chat template"),
     Endpoint("GET", "/v1/models", "Models and LoRA adapters"),
     Endpoint("GET", "/v1/models/{model}", "One of them"),
     Endpoint("POST", "/v1/files", "Upload a file for a batch (multipart)"),

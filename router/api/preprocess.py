@@ -170,7 +170,7 @@ class Preprocessor:
         self, parsed: ParsedRequest, chat: Conversation, model: ModelInfo
     ) -> Parsing | None:
         """Return how the answer is parsed, or None if it has neither tool calls nor reasoning."""
-        tokenizer = await self._tokenizer(model)
+        tokenizer = await self.tokenizer(model)
         fitting = tokenizer.parsers
         tools = fitting.tool_calls if self._tool_parser == AUTO else self._tool_parser
         reasoning = self._reasoning_parser
@@ -254,7 +254,7 @@ class Preprocessor:
         """Return the prompt's token ids. `field` is its name, for errors."""
         if isinstance(prompt, tuple):
             return prompt
-        tokenizer = await self._tokenizer(model)
+        tokenizer = await self.tokenizer(model)
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         if isinstance(prompt, str):
             chars, encode = len(prompt), partial(tokenizer.encode, prompt, **options)
@@ -274,12 +274,12 @@ class Preprocessor:
     async def text(self, token_ids: Sequence[int], model: ModelInfo, *, field: str = "") -> str:
         """Return the text of token ids. `field` is their name, for errors."""
         _check_ids(token_ids, model, field=field)
-        tokenizer = await self._tokenizer(model)
+        tokenizer = await self.tokenizer(model)
         decode = partial(tokenizer.decode, token_ids)
         is_short = len(token_ids) <= INLINE_CHARS
         return decode() if is_short else await asyncio.to_thread(decode)
 
-    async def _tokenizer(self, model: ModelInfo) -> Tokenizer:
+    async def tokenizer(self, model: ModelInfo) -> Tokenizer:
         """Raises Unavailable if the model's tokenizer cannot be had; the next request tries
         again."""
         task = self._tokenizers.get(model.tokenizer)

@@ -18,7 +18,7 @@ Made from the code by `make docs`. `/openapi.json` has the same for programs, `/
 Each field is honoured as its row says, or refused by name with a 400. A field that is null counts
 as not given. Errors have OpenAI's shape, on Anthropic's paths Anthropic's.
 
-With tenants configured, `/v1/...`, `/tokenize` and `/detokenize` need a key, as
+With tenants configured, `/v1/...`, `/tokenize`, `/detokenize` and `/tokenizer_info` need a key, as
 `Authorization: Bearer KEY` or `x-api-key: KEY`. `X-Request-Id` names a request in logs and in
 `pdserve explain`. A request with `Idempotency-Key` is answered once
 ([operations](operations.md#ask-again-without-paying-twice)).

@@ -10,6 +10,8 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 ASK = "Count to five."
 # The demo model has learnt to call tools; these it calls as asked.
@@ -179,7 +181,37 @@ def instructor(url: str, model: str) -> None:
         assert isinstance(found, City)
 
 
+def lm_eval(url: str, model: str) -> None:
+    """A task that generates, and one that compares the likelihood of two answers."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["HF_HOME"] = directory
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        Path(directory, "rows.jsonl").write_text('{"ask": "One, two,", "answer": " three"}\n')
+        rows = {"data_files": str(Path(directory, "rows.jsonl"))}
+        task = {"dataset_path": "json", "dataset_kwargs": rows, "test_split": "train"}
+        task |= {"doc_to_text": "{{ask}}", "doc_to_target": "{{answer}}"}
+        generates = {"task": "writes", "output_type": "generate_until", **task}
+        generates["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 8}
+        compares = {"task": "compares", "output_type": "multiple_choice", **task}
+        compares |= {"doc_to_target": 0, "doc_to_choice": ["{{answer}}", " zebra zebra"]}
+        found = simple_evaluate(
+            model="local-completions",
+            model_args={
+                "base_url": f"{url}/v1/completions",
+                "model": model,
+                "tokenizer_backend": "remote",
+            },
+            tasks=[generates, compares],
+            task_manager=TaskManager(include_defaults=False),
+        )["samples"]
+    assert found["writes"][0]["resps"][0][0]
+    likelihoods = [float(resp[0][0]) for resp in found["compares"][0]["resps"]]
+    assert likelihoods[1] < likelihoods[0] < 0
+
+
 if __name__ == "__main__":
     client = sys.argv[1]
     globals()[client](*sys.argv[2:])
-    assert client == "instructor" or CITIES == ["Paris"], CITIES
+    assert client in ("instructor", "lm_eval") or CITIES == ["Paris"], CITIES

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +25,7 @@ ENV = {
     # No client reports home or asks a hub for a file while a test runs.
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
 
@@ -63,10 +65,29 @@ def run(*words: str) -> None:
         "llama_index",
         "openai_agents",
         "instructor",
+        "lm_eval",
     ],
 )
 def test_python_client(client: str, url: str) -> None:
     run(str(PYTHON), str(CLIENTS / "clients.py"), client, url)
+
+
+@pytest.mark.slow
+def test_vllms_own_benchmark(url: str) -> None:
+    # `vllm bench serve` without its command line, which the CPU build's package does not start.
+    code = """
+import sys
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+result = main(parser.parse_args(sys.argv[1:-1] + ["--model", sys.argv[-1]]))
+assert result["completed"] == 8 and result["failed"] == 0, result
+"""
+    lengths = ["--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "8"]
+    tokenizer = ["--tokenizer", str(ROOT / "pdserve" / "demo" / "model")]
+    options = ["--base-url", url, "--dataset-name", "random", *lengths, *tokenizer]
+    run(sys.executable, "-c", code, *options)
 
 
 @pytest.mark.slow

@@ -171,6 +171,13 @@ def test_where_the_template_is_taken_from(
     assert tokenizer.render_chat(Conversation(HI)) == expected
 
 
+def test_the_configuration_has_special_tokens_as_text_and_the_template(tmp_path: Path) -> None:
+    write(tmp_path, {**CONFIG, "eos_token": {"content": EOS}})
+    (tmp_path / "chat_template.jinja").write_text("in file", "utf-8")
+    info = Tokenizer.load(read_files(tmp_path)).info
+    assert info == {**CONFIG, "eos_token": EOS, "chat_template": "in file"}
+
+
 @pytest.mark.parametrize("config", [{}, {"chat_template": [{"name": "rag", "template": "r"}]}])
 def test_without_a_template_a_chat_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     tokenizer = Tokenizer.load(read_files(write(tmp_path, config)))
