@@ -1,4 +1,4 @@
-"""Costs of engine steps as sums for a least-squares fit: workers collect them, routers fit.
+"""Costs of engine steps as sums for a least-squares fit: workers collect them, both fit.
 
 A step is described by five features, each scaled to be near 1, and by its duration:
 
@@ -32,6 +32,7 @@ HALF_LIFE_S = 600.0
 OUTLIER_RATIO = 4.0
 _TRUSTED_STEPS = 4.0
 RECENT_STEPS = 64  # that are remembered one by one
+_RIDGE = 1e-4  # keeps features that never varied apart from each other
 _NO_SUMS = (0.0,) * (FEATURES + 1) ** 2
 
 
@@ -100,6 +101,26 @@ def pooled(workers: Iterable[StepMoments]) -> StepMoments:
     """Return the moments of several workers together."""
     found = list(workers)
     return StepMoments(total(x.prefill for x in found), total(x.decode for x in found))
+
+
+def fit_costs(moments: Moments) -> tuple[float, ...]:
+    """Return the non-negative least-squares solution for the features. The most negative
+    coefficient is removed until there is none."""
+    import numpy as np  # slow to load, and most commands fit nothing
+
+    sums = np.array(moments.sums).reshape(FEATURES + 1, -1)
+    xx, xy = sums[:FEATURES, :FEATURES], sums[:FEATURES, FEATURES]
+    found = np.zeros(FEATURES)
+    active = np.flatnonzero(np.diag(xx) > 1e-12)
+    while active.size:
+        matrix = xx[np.ix_(active, active)]
+        matrix = matrix + _RIDGE * np.diag(np.diag(matrix))
+        solved = np.linalg.solve(matrix, xy[active])
+        if solved.min() >= 0:
+            found[active] = solved
+            break
+        active = np.delete(active, solved.argmin())
+    return tuple(found.tolist())
 
 
 class _Cell:

@@ -14,7 +14,7 @@ from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pdserve.step_moments import Step
 
@@ -214,11 +214,15 @@ kv_report_to_pb, _kv_report_from_pb = _codec(
 )
 
 
+def _check_amounts(amounts: Mapping[str, float], field: str) -> None:
+    for name, value in amounts.items():
+        if not is_name(name) or not 0 <= value < math.inf:
+            raise InvalidRequest(f"{field}: {name[:64]!r} is not a count", field=field)
+
+
 def kv_report_from_pb(message: w.KvReport) -> t.KvReport:
     """Raises InvalidRequest for names that no metric can have and for totals below 0."""
-    for name, value in message.totals.items():
-        if not is_name(name) or not 0 <= value < math.inf:
-            raise InvalidRequest(f"kv.totals: {name[:64]!r} is not a count", field="kv.totals")
+    _check_amounts(message.totals, "kv.totals")
     return _kv_report_from_pb(message)
 
 
@@ -227,10 +231,9 @@ account_to_pb, _account_from_pb = _codec(t.Account, w.Account, seconds=_MAP, ene
 
 def account_from_pb(message: w.Account) -> t.Account:
     """Raises InvalidRequest for kinds that no label can have and for amounts below 0."""
-    amounts = [*message.seconds.items(), *message.energy_j.items()]
-    for name, value in (*amounts, ("open_s", message.open_s), ("busy_s", message.busy_s)):
-        if not is_name(name) or not 0 <= value < math.inf:
-            raise InvalidRequest(f"account: {name[:64]!r} is not an amount", field="account")
+    _check_amounts({"open_s": message.open_s, "busy_s": message.busy_s}, "account")
+    _check_amounts(message.seconds, "account.seconds")
+    _check_amounts(message.energy_j, "account.energy_j")
     return _account_from_pb(message)
 
 

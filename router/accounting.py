@@ -9,12 +9,12 @@ Together this is the time that workers were there. With several routers it is so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.types import IDLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from pdserve.types import Account, PhaseReport, WorkerInfo
 
@@ -30,12 +30,6 @@ class Done(NamedTuple):
     worker: WorkerInfo
     report: PhaseReport | None
     cause: str = ""
-
-
-class Count(Protocol):
-    """Counts in a metric, as RouterMetrics.count does."""
-
-    def __call__(self, name: str, *labels: str, by: float) -> None: ...
 
 
 class Charge(NamedTuple):
@@ -54,11 +48,11 @@ def price_s(prices: Mapping[str, float], info: WorkerInfo) -> float | None:
 
 
 class Accounting:
-    """Counts seconds, costs and energy. `prices` are `router.prices`."""
+    """Counts seconds, costs and energy with `count`, which is RouterMetrics.count. `prices` are
+    `router.prices`."""
 
-    def __init__(self, prices: Mapping[str, float], count: Count) -> None:
-        self._prices = prices
-        self._count = count
+    def __init__(self, prices: Mapping[str, float], count: Callable[..., None]) -> None:
+        self._prices, self._count = prices, count
 
     def _add(
         self, info: WorkerInfo, kind: str, reason: str, seconds: float, energy_j: float | None

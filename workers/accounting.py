@@ -1,8 +1,8 @@
 """What the seconds and joules of a worker were used for.
 
 The duration of each step is shared among its requests by what each adds to it, as a model fitted to
-the worker's own steps says; the part that all steps have is shared equally. While a kind of step
-was measured too little, each token counts the same. The shares of a step add up to its duration.
+the worker's own steps says; the part that all steps have is shared equally. Until enough steps were
+measured, each token counts the same. The shares of a step add up to its duration.
 
 A request that ends well takes its share to its router. The rest, idle time and work that no answer
 needs, is told to routers with the renewals of the lease, each second to one of them. So what all
@@ -17,7 +17,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.step_fit import fit_costs, matrix_of
 from pdserve.step_moments import (
     DECODE_KV_TOKENS,
     DECODE_REQS,
@@ -25,6 +24,7 @@ from pdserve.step_moments import (
     PREFILL_TOKENS,
     StepRecorder,
     StepShape,
+    fit_costs,
     total,
 )
 from pdserve.types import IDLE, Account
@@ -32,14 +32,14 @@ from pdserve.types import IDLE, Account
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-MIN_STEPS = 8.0  # of a kind, before the fit is used for it
+MIN_STEPS = 8.0  # before they are fitted
 REFIT_S = 10.0
 # A step in which each token counts the same, in the units of pdserve/step_moments.py.
 _BY_TOKENS = (0.0, PREFILL_TOKENS, 0.0, DECODE_REQS, 0.0)
 # Work for a request that had ended when the step was done. With asynchronous scheduling the engine
 # learns of an end one step late.
 OVERRUN = "overrun"
-# A meter window with less work than this share shows the draw of an idle worker.
+# A reading after less work than this share of the time shows the draw of an idle worker.
 _IDLE_SHARE = 0.01
 
 
@@ -80,13 +80,12 @@ class BusyTime:
     def __init__(self) -> None:
         self.recorder = StepRecorder()
         self.busy_s = 0.0
-        self._overrun_s = 0.0
+        self._overrun = Share()
         self._shares: dict[Hashable, Share] = {}  # by stream id, and by the engine's key
         self._keys: dict[int, Hashable] = {}
         self._under_way, self._since = 0, 0.0
-        self._costs: tuple[float, ...] = _BY_TOKENS
+        self._costs: Sequence[float] = _BY_TOKENS
         self._fitted_at = -math.inf
-        self._is_known = {"prefill": False, "decode": False}
         self._lock = threading.Lock()
 
     def open(self, stream_id: int) -> None:
@@ -97,10 +96,8 @@ class BusyTime:
     def name(self, stream_id: int, key: Hashable) -> None:
         """The engine calls this request `key`. Ignored if it was closed meanwhile."""
         with self._lock:
-            share = self._shares.get(stream_id)
-            if share is not None:
-                self._shares[key] = share
-                self._keys[stream_id] = key
+            if (share := self._shares.get(stream_id)) is not None:
+                self._shares[key], self._keys[stream_id] = share, key
 
     def close(self, stream_id: int) -> Share:
         """Return the share of a request that has ended; none for an unknown one."""
@@ -109,7 +106,7 @@ class BusyTime:
             return self._shares.pop(stream_id, None) or Share()
 
     def begin(self, now: float) -> None:
-        """A step with work begins, or will begin when those before it are done."""
+        """A step begins, or will begin when those before it are done."""
         self._since = self._since if self._under_way else now
         self._under_way += 1
 
@@ -117,54 +114,34 @@ class BusyTime:
         """Share out a step that took `seconds` and ended at `now`. `work` must not be empty."""
         shape = work.shape
         self.recorder.observe(shape, seconds, now)
-        if now - self._fitted_at >= REFIT_S:
-            self._fit(now)
-        costs = self._costs_of(shape)
-        count = len(work.prompts) + len(work.decoding)
+        costs = self._costs_of(shape, now)
         scale = seconds / _predicted(costs, shape)
-        each, token = costs[0] * scale / count, costs[1] * scale / PREFILL_TOKENS
-        pair = costs[2] * scale / PREFILL_PAIRS
-        request = each + costs[3] * scale / DECODE_REQS
-        context_token = costs[4] * scale / DECODE_KV_TOKENS
-        overrun_s = 0.0
+        each = costs[0] * scale / (len(work.prompts) + len(work.decoding))
+        token, pair = costs[1] * scale / PREFILL_TOKENS, costs[2] * scale / PREFILL_PAIRS
+        request, context_token = (
+            each + costs[3] * scale / DECODE_REQS,
+            costs[4] * scale / DECODE_KV_TOKENS,
+        )
         with self._lock:
-            find = self._shares.get
-            for key, tokens, before in work.prompts:
-                used_s = each + tokens * (token + pair * (before + tokens / 2))
-                if (share := find(key)) is None:
-                    overrun_s += used_s
-                else:
-                    share.prefill_s += used_s
+            find, overrun = self._shares.get, self._overrun
+            for key, count, before in work.prompts:
+                share = find(key) or overrun
+                share.prefill_s += each + count * (token + pair * (before + count / 2))
             for key, context in work.decoding:
-                used_s = request + context_token * context
-                if (share := find(key)) is None:
-                    overrun_s += used_s
-                else:
-                    share.decode_s += used_s
-            self._overrun_s += overrun_s
+                (find(key) or overrun).decode_s += request + context_token * context
             self.busy_s += seconds
             self._under_way = max(0, self._under_way - 1)
             self._since = now
 
-    def _costs_of(self, shape: StepShape) -> tuple[float, ...]:
+    def _costs_of(self, shape: StepShape, now: float) -> Sequence[float]:
         """Return the fitted costs, if they are known for such a step."""
-        is_known = (self._is_known["prefill"] or not shape.prefill_tokens) and (
-            self._is_known["decode"] or not shape.decode_reqs
-        )
-        is_fit = is_known and _predicted(self._costs, shape) > 0
-        return self._costs if is_fit else _BY_TOKENS
-
-    def _fit(self, now: float) -> None:
-        moments = self.recorder.moments(now)
-        self._fitted_at = now
-        self._is_known = {
-            "prefill": moments.prefill.steps >= MIN_STEPS,
-            "decode": moments.decode.steps >= MIN_STEPS,
-        }
-        if any(self._is_known.values()):
-            self._costs = fit_costs(*matrix_of(total((moments.prefill, moments.decode))))
-        else:
-            self._fitted_at = -math.inf
+        if now - self._fitted_at >= REFIT_S:
+            moments = self.recorder.moments(now)
+            both = total((moments.prefill, moments.decode))
+            if both.steps >= MIN_STEPS:
+                self._costs, self._fitted_at = fit_costs(both), now
+        is_new = shape.prefill_tokens and not self._costs[1] + self._costs[2]
+        return _BY_TOKENS if is_new or _predicted(self._costs, shape) <= 0 else self._costs
 
     def busy_until(self, now: float) -> float:
         """Return `busy_s` with the time so far of the step under way."""
@@ -179,8 +156,8 @@ class BusyTime:
     def take_overrun(self) -> float:
         """Return the seconds of OVERRUN since the last call."""
         with self._lock:
-            overrun_s, self._overrun_s = self._overrun_s, 0.0
-        return overrun_s
+            overrun, self._overrun = self._overrun, Share()
+        return overrun.total_s
 
 
 def _predicted(costs: Sequence[float], shape: StepShape) -> float:
@@ -192,43 +169,42 @@ class EnergyMeter:
     by their busy seconds.
 
     A request that ends between two readings pays for the seconds since the last one at the power of
-    the last busy window. The next reading corrects this for those that follow, so that the sum is
+    the last busy time. The next reading corrects this for those that follow, so that the sum is
     what was measured.
     """
 
     def __init__(self) -> None:
         self._last: tuple[float, float, float] | None = None  # joules, time, busy seconds
         self._idle_watts: float | None = None
-        self._busy_watts = 0.0
-        self._idle_j = self._pool_j = 0.0  # not taken yet
+        self._busy_watts = self._idle_j = self._pool_j = 0.0  # joules that were not taken yet
         self._taken_s = 0.0  # busy seconds whose joules were taken
 
     def read(self, joules: float, now: float, busy_s: float) -> None:
         """Take a reading of the counter after `busy_s` seconds of work in all."""
         last, self._last = self._last, (joules, now, busy_s)
-        if last is None or now <= last[1]:
-            self._taken_s = busy_s if last is None else self._taken_s
+        if last is None:
+            self._taken_s = busy_s
             return
-        elapsed_s, used_j = now - last[1], max(0.0, joules - last[0])
+        used_j, elapsed_s = max(0.0, joules - last[0]), now - last[1]
         worked_s = min(elapsed_s, max(0.0, busy_s - last[2]))
-        idle_s = elapsed_s - worked_s
+        idle_j = used_j
         if worked_s < _IDLE_SHARE * elapsed_s:
             self._idle_watts = used_j / elapsed_s
-        watts = used_j / elapsed_s if self._idle_watts is None else self._idle_watts
-        idle_j = min(used_j, watts * idle_s) if worked_s else used_j
+        else:
+            mean_watts = used_j / elapsed_s
+            watts = mean_watts if self._idle_watts is None else self._idle_watts
+            idle_j = min(used_j, watts * (elapsed_s - worked_s))
+            self._busy_watts = (used_j - idle_j) / worked_s
         self._idle_j += idle_j
         self._pool_j += used_j - idle_j
-        if worked_s >= _IDLE_SHARE * elapsed_s:
-            self._busy_watts = (used_j - idle_j) / worked_s
 
     def take(self, seconds: float, busy_s: float) -> float:
         """Return the joules of `seconds` of the work whose joules were not taken yet, of `busy_s`
         seconds in all."""
         if self._last is None or seconds <= 0:
             return 0.0
-        left_s = max(seconds, busy_s - self._taken_s)
         left_j = self._pool_j + self._busy_watts * max(0.0, busy_s - self._last[2])
-        joules = max(0.0, left_j * seconds / left_s)
+        joules = max(0.0, left_j * seconds / max(seconds, busy_s - self._taken_s))
         self._taken_s += seconds
         self._pool_j -= joules
         return joules
@@ -275,12 +251,8 @@ class WorkerAccount:
         self._add(OVERRUN, self.busy.take_overrun())
         if self.meter is not None:
             self._joules[IDLE] += self.meter.take_idle()
-        told = Account(
-            dict(self._seconds),
-            {} if self.meter is None else dict(self._joules),
-            self.busy.open_s() / max(1, routers),
-            self.busy.busy_s,
-        )
+        open_s, joules = self.busy.open_s() / max(1, routers), self._joules if self.meter else {}
+        told = Account(dict(self._seconds), dict(joules), open_s, self.busy.busy_s)
         self._seconds.clear()
         self._joules.clear()
         return told

@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pdserve.local.gpus import open_nvml, visible
 from workers.accounting import EnergyMeter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from workers.accounting import WorkerAccount
+
+    Counter = Callable[[], float]  # joules so far, from any start; raises Unmeasured
 
 logger = logging.getLogger(__name__)
 
@@ -28,87 +32,56 @@ class Unmeasured(Exception):
     """Energy is not measured, for this reason."""
 
 
-class NvmlCounter:
-    """The first GPUs of those that this process may use."""
-
-    source = "nvml"
-
-    def __init__(self, gpus: int) -> None:
-        """Raises Unmeasured."""
-        self._stack = ExitStack()
-        self._nvml: Any = self._stack.enter_context(open_nvml())
-        if self._nvml is None:
+@contextmanager
+def nvml_counter(gpus: int) -> Iterator[Counter]:
+    """Yield the counter of the first GPUs of those that this process may use. Raises
+    Unmeasured."""
+    with open_nvml() as nvml:
+        if nvml is None:
             raise Unmeasured("NVML is not available")
-        try:
-            self._gpus = list(visible(self._nvml))[:gpus]
-        except self._nvml.NVMLError as error:
-            raise Unmeasured(f"NVML: {error}") from error
 
-    def read(self) -> float:
-        """Return joules since the driver started. Raises Unmeasured."""
-        nvml, joules = self._nvml, 0.0
-        try:
-            for index, gpu in self._gpus:
-                if len(nvml.nvmlDeviceGetComputeRunningProcesses(gpu)) > 1:
-                    raise Unmeasured(f"GPU {index} has other processes too")
-                joules += nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
-        except nvml.NVMLError as error:
-            raise Unmeasured(f"NVML: {error}") from error
-        return joules
+        def read() -> float:
+            joules = 0.0
+            try:
+                for index, gpu in list(visible(nvml))[:gpus]:
+                    if len(nvml.nvmlDeviceGetComputeRunningProcesses(gpu)) > 1:
+                        raise Unmeasured(f"GPU {index} has other processes too")
+                    joules += nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
+            except nvml.NVMLError as error:
+                raise Unmeasured(f"NVML: {error}") from error
+            return joules
 
-    def close(self) -> None:
-        self._stack.close()
+        read()
+        yield read
 
 
-class RaplCounter:
-    """All CPU packages of the machine. State: the last value of each, in µJ, and the sum."""
+@contextmanager
+def rapl_counter(root: Path = POWERCAP) -> Iterator[Counter]:
+    """Yield the counter of all CPU packages of the machine. Raises Unmeasured."""
+    if len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
+        raise Unmeasured("this worker has only some of the CPU's cores")
+    # "intel-rapl:0" is a package, of AMD's CPUs too, and "intel-rapl:0:0" a part of it.
+    folders = [x for x in sorted(root.glob("intel-rapl:*")) if x.name.count(":") == 1]
+    if not folders:
+        raise Unmeasured("there is no RAPL counter")
+    last: dict[Path, int] = {}
+    total_uj = 0
 
-    source = "rapl"
-
-    def __init__(self, root: Path = POWERCAP) -> None:
-        """Raises Unmeasured."""
-        if len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
-            raise Unmeasured("this worker has only some of the CPU's cores")
-        # "intel-rapl:0" is a package, of AMD's CPUs too, and "intel-rapl:0:0" a part of it.
-        folders = [x for x in sorted(root.glob("intel-rapl:*")) if x.name.count(":") == 1]
-        if not folders:
-            raise Unmeasured("there is no RAPL counter")
-        self._last: dict[Path, int] = {}
-        self._joules = 0.0
-        try:
-            self._ranges = {x: int((x / "max_energy_range_uj").read_text()) for x in folders}
-        except (OSError, ValueError) as error:
-            raise Unmeasured(f"RAPL: {error}") from error
-        self.read()
-
-    def read(self) -> float:
-        """Return joules since the first call. Raises Unmeasured."""
-        for folder, span in self._ranges.items():
+    def read() -> float:
+        nonlocal total_uj
+        for folder in folders:
             try:
                 now = int((folder / "energy_uj").read_text())
+                span = int((folder / "max_energy_range_uj").read_text())
             except (OSError, ValueError) as error:  # only root may read it by default
                 raise Unmeasured(f"RAPL: {error}") from error
             # The counter begins at 0 again after its range.
-            self._joules += (now - self._last.get(folder, now)) % (span + 1) / 1e6
-            self._last[folder] = now
-        return self._joules
+            total_uj += (now - last.get(folder, now)) % (span + 1)
+            last[folder] = now
+        return total_uj / 1e6
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-Counter = NvmlCounter | RaplCounter
-
-
-def open_counter(gpus: int) -> Counter:
-    """Return the counter of so many GPUs, or of the CPUs for 0. Raises Unmeasured."""
-    counter: Counter = NvmlCounter(gpus) if gpus else RaplCounter()
-    try:
-        counter.read()
-    except Unmeasured:
-        counter.close()
-        raise
-    return counter
+    read()
+    yield read
 
 
 async def meter(counter: Counter, account: WorkerAccount) -> None:
@@ -116,7 +89,7 @@ async def meter(counter: Counter, account: WorkerAccount) -> None:
     now, account.meter = asyncio.get_running_loop().time, EnergyMeter()
     try:
         while True:
-            joules, at = await asyncio.to_thread(counter.read), now()
+            joules, at = await asyncio.to_thread(counter), now()
             account.meter.read(joules, at, account.busy.busy_until(at))
             await asyncio.sleep(READ_EVERY_S)
     except Unmeasured as reason:

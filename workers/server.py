@@ -19,7 +19,6 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import rpc, wire
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError, Unavailable
 from pdserve.http_server import HttpServer, bind
-from pdserve.local.gpus import visible_names
 from pdserve.security.roles import Party, make_guard
 from pdserve.security.tls import dialer, server_context, server_credentials
 from pdserve.telemetry import open_tracing
@@ -28,7 +27,7 @@ from pdserve.types import WorkerInfo
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from workers.debug import debug_handler
-from workers.energy import Unmeasured, meter, open_counter
+from workers.energy import Unmeasured, meter, nvml_counter, rapl_counter
 from workers.engines import make_engine
 from workers.gpu import Gpus
 from workers.registration import Registrations
@@ -166,13 +165,12 @@ class WorkerServer(WorkerServicer):
 
     def _open_counter(self, gpus: int) -> tuple[Counter | None, str]:
         """Return the counter of energy, and its name or why there is none."""
+        counter = nvml_counter(gpus) if gpus else rapl_counter()
         try:
-            counter = open_counter(gpus)
+            return self._stack.enter_context(counter), "nvml" if gpus else "rapl"
         except Unmeasured as reason:
             logger.info("energy is not measured: %s", reason)
             return None, f"not measured: {reason}"
-        self._stack.callback(counter.close)
-        return counter, counter.source
 
     async def _listen_for_sessions(self) -> str:
         host, loop = self._config.host, asyncio.get_running_loop()
@@ -272,7 +270,7 @@ class WorkerServer(WorkerServicer):
             settings={**machine, **engine.settings},
             topology=self._config.topology.labels,
             revision=self._config.revision,
-            device=next(iter(visible_names()), "gpu") if gpus else "cpu",
+            device=engine.settings["device_name"] if gpus else "cpu",
             devices=gpus or cores,
             **texts,
         )

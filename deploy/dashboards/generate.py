@@ -304,22 +304,6 @@ DASHBOARDS: dict[str, tuple[Panel, ...]] = {
             ),
             "Without waste and idle time.",
         ),
-        Panel(
-            "Saved an hour",
-            "short",
-            (("3600 * " + _sum_rate("pdserve_cost_saved_total", "by"), "{{by}}"),),
-        ),
-        Panel(
-            "Time of workers by use",
-            "percentunit",
-            (
-                (
-                    _sum_rate("pdserve_engine_seconds_total", "kind") + " / scalar(sum("
-                    "rate(pdserve_engine_seconds_total[$__rate_interval])))",
-                    "{{kind}}",
-                ),
-            ),
-        ),
     ),
     "gpus": tuple(
         Panel(title, unit, ((expr, legend),))

@@ -48,16 +48,6 @@ def visible_gpus() -> dict[int, frozenset[int]]:
             return {}
 
 
-def visible_names() -> list[str]:
-    """Return the names of the GPUs that this process may use."""
-    with open_nvml() as nvml:
-        try:
-            names = [] if nvml is None else [nvml.nvmlDeviceGetName(x) for _, x in visible(nvml)]
-        except nvml.NVMLError:
-            return []
-    return [name.decode() if isinstance(name, bytes) else name for name in names]
-
-
 def _nearest(nvml: Any, handle: Any) -> frozenset[int]:
     words = -(-(os.cpu_count() or 1) // _WORD)
     try:

@@ -51,7 +51,6 @@ class ConnectionObserver(Protocol):
     def detached(self, member: Member) -> None: ...
     def reported(self, member: Member, load: WorkerLoad) -> None: ...
     def cache_changed(self, member: Member, update: w.CacheUpdate) -> None: ...
-    def too_late(self, member: Member, report: w.PhaseReport) -> None: ...  # it was cancelled
 
 
 def connect_over_tcp(dialer: rpc.Dialer) -> Connect:
@@ -227,8 +226,6 @@ class WorkerConnection:
         for message in frame.deltas:
             sink = sinks.get(message.stream_id)
             if sink is None:
-                if message.HasField("report"):
-                    self._observer.too_late(self._member, message.report)
                 continue
             delta = wire.delta_from_pb(message)
             if delta.finish_reason is not None:

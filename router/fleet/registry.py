@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 from pdserve.config import HealthConfig
-from pdserve.errors import Cancelled, InvalidRequest, WorkerFailed
+from pdserve.errors import InvalidRequest, WorkerFailed
 from pdserve.kv_pairs import unpaired
 from pdserve.rpc import PLAIN
 from pdserve.types import Role
@@ -278,13 +278,6 @@ class Fleet:
         if self._accounting is not None:
             self._accounting.wasted(member.info, WORKER_LOST, member.open_s)
         member.open_s = 0.0
-
-    def too_late(self, member: Member, report: w.PhaseReport) -> None:
-        """A request ended on a worker after it was cancelled here."""
-        if self._accounting is not None:
-            busy_s = report.prefill_busy_s + report.decode_busy_s
-            member.settled(busy_s)
-            self._accounting.wasted(member.info, Cancelled.code, busy_s)
 
     def deregister(self, worker_id: str, instance_id: str, account: Account | None = None) -> None:
         """The worker leaves; unknown workers are ignored."""

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from pdserve.step_fit import fit_costs, matrix_of
 from pdserve.step_moments import (
     DECODE_KV_TOKENS,
     DECODE_REQS,
     PREFILL_PAIRS,
     PREFILL_TOKENS,
     StepMoments,
+    fit_costs,
     pooled,
     total,
 )
@@ -140,9 +140,7 @@ def fit_steps(own: StepMoments, pool: StepMoments, chunk_tokens: int = 0) -> Ste
     which the worker measured too few."""
     prefill, decode = _enough(own.prefill, pool.prefill), _enough(own.decode, pool.decode)
     both = total((prefill, decode))
-    return StepModel(
-        fit_costs(*matrix_of(both)), prefill.steps, decode.steps, both.end, chunk_tokens
-    )
+    return StepModel(fit_costs(both), prefill.steps, decode.steps, both.end, chunk_tokens)
 
 
 def _enough(own: Moments, pool: Moments) -> Moments:

@@ -159,6 +159,7 @@ def settings_in_effect(config: VllmConfig) -> dict[str, str]:
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "speculative_config": getattr(config.speculative_config, "method", None),
         "device": config.device_config.device_type,
+        "device_name": current_platform.get_device_name(),
     }
     return {name: str(value) for name, value in found.items()}
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import SloConfig
-from pdserve.step_moments import StepMoments, StepRecorder, StepShape
+from pdserve.step_moments import Moments, StepMoments, StepRecorder, StepShape, fit_costs
 from pdserve.types import Receipt, Role, Usage, WorkerLoad
 from router.fleet.registry import Fleet
 from router.placement.cost import (
@@ -21,7 +21,6 @@ from router.placement.cost import (
     Batch,
     CostModel,
     Ticket,
-    fit_costs,
     fit_steps,
     prompt_work,
 )
@@ -78,10 +77,11 @@ def test_step_costs_are_found_again_under_noise(costs: tuple[float, ...], seed: 
 
 
 def test_no_cost_is_negative() -> None:
-    assert fit_costs(np.diag([1.0, 1.0]), np.array([1.0, -1.0])) == pytest.approx(
-        [1.0, 0.0], rel=1e-3
-    )
-    assert fit_costs(np.zeros((2, 2)), np.zeros(2)) == (0.0, 0.0)
+    sums = np.diag([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    sums[:2, 5] = 1.0, -1.0  # with seconds
+    moments = Moments(sums=tuple(sums.flatten()))
+    assert fit_costs(moments) == pytest.approx([1.0, 0.0, 0.0, 0.0, 0.0], rel=1e-3)
+    assert fit_costs(Moments()) == (0.0,) * 5
 
 
 def steps() -> StepMoments:

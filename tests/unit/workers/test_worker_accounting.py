@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.types import IDLE
 from workers.accounting import BusyTime, EnergyMeter, StepWork, WorkerAccount
-from workers.energy import RaplCounter, Unmeasured
+from workers.energy import Unmeasured, rapl_counter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,17 +136,17 @@ def test_rapl_counts_packages_also_when_a_counter_begins_again(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     powercap(tmp_path, _0=9_000_000, _1=0, _0_0=0)
-    counter = RaplCounter(tmp_path)
-    powercap(tmp_path, _0=1_000_000, _1=500_000, _0_0=7_000_000)
-    assert counter.read() == pytest.approx(2.0 + 0.5)
+    with rapl_counter(tmp_path) as read:
+        powercap(tmp_path, _0=1_000_000, _1=500_000, _0_0=7_000_000)
+        assert read() == pytest.approx(2.0 + 0.5)
 
 
 def test_rapl_is_refused_where_it_counts_others_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    with pytest.raises(Unmeasured, match="no RAPL counter"):
-        RaplCounter(tmp_path)
+    with pytest.raises(Unmeasured, match="no RAPL counter"), rapl_counter(tmp_path):
+        pass
     monkeypatch.setattr("os.cpu_count", lambda: 10**6)
-    with pytest.raises(Unmeasured, match="only some of the CPU's cores"):
-        RaplCounter(tmp_path)
+    with pytest.raises(Unmeasured, match="only some of the CPU's cores"), rapl_counter(tmp_path):
+        pass
