@@ -1,4 +1,4 @@
-"""`pdserve top`: rates, latencies and workers as they change."""
+"""`pdserve top`: requests by phase, goodput, cost, workers and KV flow as they change."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from pdserve.cli.options import (
 if TYPE_CHECKING:
     import argparse
     import ssl
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Group
+    from rich.table import Table
 
     from pdserve.cli.options import Subparsers
 
-    # By name and upper bound ("" for what is no bucket of a histogram), summed over labels.
+    # By name and upper bound or kind ("" for all), summed over the other labels.
     Counts = dict[tuple[str, str], float]
 
 _RATES = {
@@ -38,6 +40,9 @@ _RATES = {
     "fallbacks_per_s": "pdserve_fallbacks_total",
     "kv_bytes_per_s": "pdserve_kv_transfer_bytes_total",
 }
+_GAUGES = {"running": "pdserve_requests_running", "queued": "pdserve_requests_queued"}
+# Of engine time; the first two are those of answers.
+_KINDS = ("prefill", "decode", "waste", "idle")
 # In the order in which a request goes through them.
 _PHASES = {
     "TTFT": "pdserve_time_to_first_token_seconds",
@@ -55,7 +60,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 def register(commands: Subparsers) -> None:
     parser = add_command(
-        *(commands, "top", _run, "watch rates, latencies, SLO attainment and workers"),
+        *(commands, "top", _run, "watch requests by phase, goodput, cost, workers and KV flow"),
         "Read the router's metrics and its workers' state every few seconds and show what changed, "
         "until Ctrl-C. Exit code 1 if the router does not answer.",
     )
@@ -85,15 +90,18 @@ async def _watch(args: argparse.Namespace) -> None:
     console = open_console()
     is_live = not (args.json or args.once)
     live = Live(console=console, screen=True, auto_refresh=False) if is_live else None
+    timeout_s = max(1.0, args.interval)
+    rows = (await collect(args, timeout_s))["workers"]
     before, began = await _read(args.url, tls), time.monotonic()
     with live or nullcontext():
         while True:
             await asyncio.sleep(args.interval)
             after, ended = await _read(args.url, tls), time.monotonic()
-            state = await collect(args, max(1.0, args.interval))
-            grown = growth(before, after)
-            found = summary(grown, ended - began, args.slo_ttft, args.slo_tpot) | state
-            before, began = after, ended
+            state = await collect(args, timeout_s)
+            found = summary(growth(before, after), ended - began, args.slo_ttft, args.slo_tpot)
+            found |= state | {"kv_flow": kv_flow(rows, state["workers"], ended - began)}
+            found |= {name: after.get((gauge, ""), 0.0) for name, gauge in _GAUGES.items()}
+            before, began, rows = after, ended, state["workers"]
             if args.json:
                 say(json.dumps(found))
             elif live is None:
@@ -121,20 +129,28 @@ async def _read(url: str, tls: ssl.SSLContext | bool) -> Counts:
 
 
 def read(text: str) -> Counts:
-    """Return the counters and histograms in the Prometheus text format. Raises ValueError."""
+    """Return counters, histograms and _GAUGES in the Prometheus text format; counters with a `kind`
+    also by that. Raises ValueError."""
     from prometheus_client.parser import text_string_to_metric_families
 
     counts: Counts = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name.endswith(("_total", "_count", "_bucket")):
-                counts[sample.name, sample.labels.get("le", "")] += sample.value
+            name = sample.name
+            if name in _GAUGES.values() or name.endswith(("_total", "_count", "_bucket")):
+                counts[name, sample.labels.get("le", "")] += sample.value
+                if kind := sample.labels.get("kind"):
+                    counts[name, kind] += sample.value
     return counts
 
 
 def growth(before: Counts, after: Counts) -> Counts:
     """Return the increases. If a count fell, the router was restarted, and all begin at zero."""
-    grown = {key: count - before.get(key, 0.0) for key, count in after.items()}
+    grown = {
+        key: count - before.get(key, 0.0)
+        for key, count in after.items()
+        if key[0] not in _GAUGES.values()
+    }
     return after if min(grown.values(), default=0.0) < 0 else grown
 
 
@@ -153,7 +169,55 @@ def summary(grown: Counts, seconds: float, slo_ttft_s: float, slo_tpot_s: float)
             "tpot_s": slo_tpot_s,
             "tpot_attained": attainment(grown, _PHASES["TPOT"], slo_tpot_s),
         },
+        "engine_s": {
+            kind: grown.get(("pdserve_engine_seconds_total", kind), 0.0) for kind in _KINDS
+        },
+        "cost_per_million_tokens": costs(grown),
     }
+
+
+def costs(grown: Counts) -> dict[str, float | None]:
+    """Return the cost of a million tokens of prompts and of answers, and of answers with all that
+    workers cost meanwhile. None without prices, or without tokens."""
+
+    def million(kind: str, tokens: str) -> float | None:
+        cost = grown.get(("pdserve_cost_total", kind))
+        count = grown.get((f"pdserve_{tokens}_tokens_total", ""))
+        return 1e6 * cost / count if cost and count else None
+
+    return {
+        "prompt": million("prefill", "prompt"),
+        "generated": million("decode", "generation"),
+        "all": million("", "generation"),
+    }
+
+
+def kv_flow(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], seconds: float
+) -> list[dict[str, Any]]:
+    """Return what each worker has sent and received a second, its failed transfers meanwhile, and
+    the blocks that are pinned and its links now."""
+    known = {row["instance_id"]: row["kv"]["totals"] for row in before if row["kv"]}
+    rows = []
+    for row in after:
+        if not row["kv"]:
+            continue
+        totals, was = row["kv"]["totals"], known.get(row["instance_id"], {})
+        sent, received, failed = (
+            totals.get(name, 0) - was.get(name, 0)
+            for name in ("pushed_bytes", "received_bytes", "failures")
+        )
+        rows.append(
+            {
+                "worker": row["worker_id"],
+                "sent_bytes_per_s": sent / seconds,
+                "received_bytes_per_s": received / seconds,
+                "failed": failed,
+                "pinned_blocks": row["kv"]["ledger"]["pinned_blocks"],
+                "links": row["kv"]["links"],
+            }
+        )
+    return rows
 
 
 def quantile(grown: Counts, name: str, share: float) -> float | None:
@@ -196,13 +260,20 @@ def view(url: str, found: dict[str, Any]) -> Group:
     slo, phases, workers = found["slo"], found["latency_s"], found["workers"]
     head = (
         f"pdserve {url}, the last {found['interval_s']:.1f} s\n"
-        f"{found['requests_per_s']:.1f} requests/s   "
+        f"{found['requests_per_s']:.1f} requests/s   {found['running']:.0f} running, "
+        f"{found['queued']:.0f} queued   "
         f"{found['output_tokens_per_s']:.0f} tokens/s out, "
         f"{found['prompt_tokens_per_s']:.0f} in   KV {found['kv_bytes_per_s'] / 1e6:.1f} MB/s   "
         f"rejected {found['refusals_per_s']:.1f}/s   retries {found['fallbacks_per_s']:.1f}/s\n"
         f"SLO: TTFT within {slo['ttft_s']:g} s {_share(slo['ttft_attained'])}, "
         f"TPOT within {slo['tpot_s']:g} s {_share(slo['tpot_attained'])}\n"
+        f"engines: {_uses(found['engine_s'])}\n"
     )
+    cost = found["cost_per_million_tokens"]
+    if any(cost.values()):
+        texts = ("prompt", "generated", "generated with waste and idle time")
+        parts = (f"{text} {x:.3g}" for text, x in zip(texts, cost.values(), strict=True) if x)
+        head += f"cost of a million tokens: {', '.join(parts)}\n"
     cells = [(q, *(_milliseconds(x[q]) for x in phases.values())) for q in _QUANTILES]
     latencies = table_of("requests that ended; ITL: all tokens", ("ms",), [*phases], cells)
     return Group(
@@ -210,8 +281,35 @@ def view(url: str, found: dict[str, Any]) -> Group:
         latencies,
         Text(),
         load_table("workers", workers) if workers else Text("no worker is registered"),
+        *([Text(), _kv_table(found["kv_flow"])] if found["kv_flow"] else ()),
+        *(
+            Text(f"KV between {x['prefill_worker']} and {x['decode_worker']} failed: not paired")
+            for x in found["ejected_pairs"]
+        ),
         *(Text(f"roles of {row['model']}: {row['text']}") for row in found["roles"]),
     )
+
+
+def _uses(engine_s: dict[str, float]) -> str:
+    total = sum(engine_s.values())
+    return ", ".join(
+        f"{kind} {_share(x / total if total else None)}" for kind, x in engine_s.items()
+    )
+
+
+def _kv_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = [
+        (
+            row["worker"],
+            ", ".join(f"{count} {name}" for name, count in sorted(row["links"].items())) or "none",
+            *(f"{row[f'{way}_bytes_per_s'] / 1e6:.1f}" for way in ("sent", "received")),
+            f"{row['failed']:.0f}",
+            row["pinned_blocks"],
+        )
+        for row in rows
+    ]
+    figures = ("sent, MB/s", "received, MB/s", "failed", "pinned blocks")
+    return table_of("KV flow", ("worker", "links"), figures, cells)
 
 
 def _milliseconds(seconds: float | None) -> str | None:

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from benchmarks.compare.fairness import differences, judge, settings_of
 from benchmarks.compare.result import from_json, to_json
-from benchmarks.compare.summary import CLOSE, Probe, bracket, next_rate, summarise_compare
+from benchmarks.compare.summary import (
+    CLOSE,
+    Probe,
+    bracket,
+    figures_of,
+    next_rate,
+    summarise_compare,
+)
 from benchmarks.compare.variants import (
     Variant,
     config_changes,
@@ -22,6 +29,7 @@ from benchmarks.compare.variants import (
     share_cores,
 )
 from benchmarks.errors import BenchError
+from benchmarks.metrics import summarise
 from benchmarks.report.page import render_page
 from pdserve.types import Role
 from tests.fakes import worker_info
@@ -117,6 +125,17 @@ def test_variants_that_are_set_differently_are_told_apart_by_name() -> None:
     )
     gpus = settings_of([worker(Role.PREFILL, settings={"gpus": "0,1"})])
     assert gpus.gpus == 2
+
+
+def test_a_million_tokens_within_the_slo_have_a_price_if_all_workers_have() -> None:
+    two = [worker(role, device="cpu", devices=2) for role in (Role.PREFILL, Role.DECODE)]
+    records = [record(0), record(1), record(2, ttft_s=3.0)]
+    summary = summarise(records, {"ttft": 1.0})
+    assert summary.slo is not None
+    priced = figures_of(summary, settings_of(two, {"cpu": 1800.0}))
+    assert priced["cost"] == pytest.approx(4 * 0.5 / (6 / summary.window_s) * 1e6)
+    other = worker(Role.DECODE, device="NVIDIA H100", devices=1)
+    assert "cost" not in figures_of(summary, settings_of([*two, other], {"cpu": 1800.0}))
 
 
 def slow_and_fast(**changes: Any) -> CompareResult:

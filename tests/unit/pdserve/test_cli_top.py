@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from rich.console import Console
 
-from pdserve.cli.top import attainment, growth, quantile, read, summary, view
+from pdserve.cli.top import (
+    attainment,
+    costs,
+    growth,
+    kv_flow,
+    quantile,
+    read,
+    summary,
+    view,
+)
 
 BOUNDS = (0.1, 0.2, 0.4, 0.8)
 
@@ -101,5 +112,40 @@ def test_an_idle_service_has_a_summary_and_a_view(capsys: pytest.CaptureFixture[
     assert found["requests_per_s"] == 0
     assert found["slo"]["ttft_attained"] is None
     assert found["latency_s"]["TTFT"]["p99"] is None
-    Console().print(view("http://here", found | {"workers": [], "roles": []}))
-    assert "no worker is registered" in capsys.readouterr().out
+    state = {"workers": [], "roles": [], "kv_flow": [], "ejected_pairs": []}
+    Console().print(view("http://here", found | state | {"running": 0.0, "queued": 0.0}))
+    shown = capsys.readouterr().out
+    assert "no worker is registered" in shown
+    assert "cost of a million tokens" not in shown
+
+
+def test_costs_are_those_of_the_tokens_of_the_interval() -> None:
+    registry = CollectorRegistry()
+    cost = Counter("pdserve_cost", "", ["role", "kind"], registry=registry)
+    for role, kind, amount in (
+        ("p", "prefill", 2),
+        ("d", "decode", 3),
+        ("a", "decode", 1),
+        ("p", "idle", 4),
+    ):
+        cost.labels(role, kind).inc(amount)
+    for name, count in (("prompt", 4e6), ("generation", 2e6)):
+        Counter(f"pdserve_{name}_tokens", "", registry=registry).inc(count)
+    assert costs(read(generate_latest(registry).decode())) == {
+        "prompt": 0.5,
+        "generated": 2.0,
+        "all": 5.0,
+    }
+    assert set(costs({}).values()) == {None}
+
+
+def test_kv_flow_is_what_a_start_of_a_worker_moved_in_the_interval() -> None:
+    def row(instance: str, **totals: int) -> dict[str, Any]:
+        kv = {"totals": totals, "ledger": {"pinned_blocks": 3}, "links": {"shm": 1}}
+        return {"worker_id": "d", "instance_id": instance, "kv": kv}
+
+    before = [row("1", received_bytes=100, failures=1), {"instance_id": "2", "kv": None}]
+    (same,) = kv_flow(before, [row("1", received_bytes=300, failures=2)], 2.0)
+    assert (same["received_bytes_per_s"], same["sent_bytes_per_s"], same["failed"]) == (100, 0, 1)
+    (again,) = kv_flow(before, [row("3", received_bytes=50)], 2.0)
+    assert again["received_bytes_per_s"] == 25.0
