@@ -149,21 +149,11 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
         ),
         (
             _gauge("revision_share", "model revision", "Share of new requests, 0 to 1."),
-            _counter("revision_requests", "model revision outcome", "Requests by how they ended."),
             _counter(
-                "revision_retries",
-                "model revision reason",
-                "Attempts that failed or moved; the request went on elsewhere.",
-            ),
-            _counter(
-                "revision_slo_requests",
-                "model revision slo met",
-                "Answered requests by target, met or not.",
-            ),
-            _histogram(
-                "revision_time_to_first_token_seconds",
-                "model revision",
-                "From arrival to the first token.",
+                "revision_requests",
+                "model revision result",
+                "Requests: `ended`, `failed` by a fault of the service, `retried` (attempts that "
+                "failed); answers: `ttft`, `ttft_met`, `tpot`, `tpot_met`.",
             ),
         ),
     ),

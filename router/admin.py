@@ -24,7 +24,7 @@ from router.placement.revisions import shares_of
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from pdserve.types import Account
     from router.decisions import DecisionLog
@@ -243,12 +243,13 @@ class AdminService(AdminServicer):
                 known = ", ".join(map(repr, sorted(there)))
                 text = f"no worker of model {model} has revision {revision!r}; there are: {known}"
                 raise InvalidRequest(text, field=f"weights.{revision}")
-        if weights:
-            self._fleet.shares[model] = shares_of(weights)
-        else:
-            self._fleet.shares.pop(model, None)
+        now = shares_of(weights) if weights else {}
+        before = self._fleet.shares.pop(model, {})
+        if now:
+            self._fleet.shares[model] = now
         self._metrics.keep_revisions(model, weights.keys())
-        logger.info("model %s: weights of revisions are %s", model, weights or "none")
+        if now != before:
+            logger.info("model %s: shares of revisions are %s", model, now or "none")
         return self._revisions(model)
 
     @_aborting
@@ -268,31 +269,17 @@ class AdminService(AdminServicer):
     def _revisions(self, model: str) -> a.ListRevisionsResponse:
         shares = self._fleet.shares.get(model, {})
         members = [m for m in self._fleet.of_model(model) if not m.lost]
+        ready = Counter(
+            (m.info.revision, m.info.role.value) for m in members if m.state is MemberState.READY
+        )
         return a.ListRevisionsResponse(
             revisions=[
-                self._revision(model, name, shares.get(name, 0.0) if shares else None, members)
+                a.Revision(
+                    name=name,
+                    share=shares.get(name, 0.0) if shares else None,
+                    ready={role: n for (x, role), n in ready.items() if x == name},
+                    counts=self._metrics.of_revision(model, name),
+                )
                 for name in sorted({*shares, *(m.info.revision for m in members)})
             ]
-        )
-
-    def _revision(
-        self, model: str, name: str, share: float | None, members: Sequence[Member]
-    ) -> a.Revision:
-        def counts(counter: str) -> dict[tuple[str, ...], int]:
-            found = self._metrics.of_revision(f"revision_{counter}", model, name)
-            return {labels: int(n) for labels, n in found.items()}
-
-        slo = counts("slo_requests")
-        judged = Counter[str]()
-        for (target, _), n in slo.items():
-            judged[target] += n
-        ready = [m for m in members if m.state is MemberState.READY and m.info.revision == name]
-        return a.Revision(
-            name=name,
-            share=share,
-            ready=Counter(m.info.role.value for m in ready),
-            outcomes={x: n for (x,), n in counts("requests").items()},
-            retries={x: n for (x,), n in counts("retries").items()},
-            judged=judged,
-            met={target: n for (target, met), n in slo.items() if met == "yes"},
         )

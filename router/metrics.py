@@ -9,7 +9,7 @@ from collections import Counter as Tally
 from collections import defaultdict
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
@@ -43,8 +43,7 @@ _COUNTERS = (
     *("requests", "refusals", "fallbacks", "continuations", "slo_requests"),
     *("prompt_tokens", "cached_tokens", "generation_tokens", "kv_transfer_bytes"),
     *("pair_probes", "worker_probes", "parser_divergences", "parser_restarts"),
-    *("revision_requests", "revision_slo_requests", "revision_retries"),
-    *("tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
+    *("revision_requests", "tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
     *("engine_seconds", "cost", "energy_joules", "cost_saved"),
 )
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")
@@ -152,8 +151,6 @@ class RouterMetrics(Collector):
         self.histogram("time_to_first_token_seconds", model).observe(ttft_s, 1, trace_id)
         self.histogram("e2e_request_seconds", model).observe(e2e_s, 1, trace_id)
         self._judge(model, revision, "ttft", ttft_s <= self._slo.ttft_s)
-        if revision is not None:
-            self.observe("revision_time_to_first_token_seconds", ttft_s, model, revision)
         if longest > 1:
             tpot_s = (e2e_s - ttft_s) / (longest - 1)
             self.histogram("time_per_output_token_seconds", model).observe(tpot_s, 1, trace_id)
@@ -176,23 +173,25 @@ class RouterMetrics(Collector):
             self.count("tenant_tokens", tenant, "generated", by=usage.completion_tokens)
 
     def _judge(self, model: str, revision: str | None, slo: str, is_met: bool) -> None:
-        met = "yes" if is_met else "no"
-        self.count("slo_requests", model, slo, met)
-        if revision is not None:
-            self.count("revision_slo_requests", model, revision, slo, met)
+        self.count("slo_requests", model, slo, "yes" if is_met else "no")
+        self.count_revision(model, revision, slo, *([f"{slo}_met"] if is_met else ()))
 
-    def of_revision(self, name: str, model: str, revision: str) -> dict[tuple[str, ...], float]:
-        """Return the values of a counter for one revision, by its other labels."""
-        found = self._counts[name].items()
-        return {labels[2:]: n for labels, n in found if labels[:2] == (model, revision)}
+    def count_revision(self, model: str, revision: str | None, *results: str) -> None:
+        """Count for a revision, if the request has one: its model has weights."""
+        if revision is not None:
+            for result in results:
+                self.count("revision_requests", model, revision, result)
+
+    def of_revision(self, model: str, revision: str) -> dict[str, int]:
+        """Return what was counted for a revision, by result."""
+        found = self._counts["revision_requests"].items()
+        return {x[2]: int(n) for x, n in found if x[:2] == (model, revision)}
 
     def keep_revisions(self, model: str, revisions: Collection[str]) -> None:
         """Forget the other revisions of a model: each rollout brings a new label."""
-        series: list[tuple[str, dict[tuple[str, ...], Any]]]
-        series = [*self._counts.items(), *self._histograms.items()]
-        for rows in (rows for name, rows in series if name.startswith("revision_")):
-            for labels in [x for x in rows if x[0] == model and x[1] not in revisions]:
-                del rows[labels]
+        rows = self._counts["revision_requests"]
+        for labels in [x for x in rows if x[0] == model and x[1] not in revisions]:
+            del rows[labels]
 
 
 def _workers(fleet: Fleet, models: set[str]) -> Iterable[Row]:

@@ -27,6 +27,7 @@ from pdserve.errors import (
     PdserveError,
     TransferCorrupted,
     Unavailable,
+    is_service_error,
 )
 from pdserve.telemetry import trace_id
 from pdserve.types import FinishReason, Receipt, Role, StreamDelta, TransferReport, Usage
@@ -226,8 +227,9 @@ class RequestServer:
                     generation.charge(failed=ended_by.code)
             if record.admitted:
                 metrics.count("requests", request.model, record.outcome)
-                if generations and (revision := generations[0].revision) is not None:
-                    metrics.count("revision_requests", request.model, revision, record.outcome)
+                failed = ["failed"] if is_service_error(record.outcome) else []
+                revision = generations[0].revision if generations else None
+                metrics.count_revision(request.model, revision, "ended", *failed)
             if span is not None:
                 span.end(ended_by)
 
@@ -507,8 +509,8 @@ class Generation:
         self.answer.cause = reason
         model, metrics = self.request.model, self._services.metrics
         metrics.count("fallbacks", model, step, reason)
-        if self.revision is not None:
-            metrics.count("revision_retries", model, self.revision, reason)
+        if reason != MOVED:
+            metrics.count_revision(model, self.revision, "retried")
         self._stay_with(reservation.revision)
         if tokens:
             metrics.count("continuations", model, kv_from)

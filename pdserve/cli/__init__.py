@@ -12,14 +12,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pdserve import __version__
-from pdserve.cli import admin, ask, cluster, config, explain, scaler, serve, status, top, weights
+from pdserve.cli import admin, ask, cluster, config, explain, scaler, serve, status, top
 from pdserve.cli.options import Parser
 from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-_COMMANDS = (serve, ask, status, top, explain, admin, weights, cluster, scaler, config)
+_COMMANDS = (serve, ask, status, top, explain, admin, cluster, scaler, config)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _EPILOG = """\

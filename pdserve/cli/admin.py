@@ -1,7 +1,8 @@
-"""`pdserve drain` and `pdserve role`: change what a worker does while the service runs."""
+"""`pdserve drain`, `role` and `weights`: change what workers do while the service runs."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -12,16 +13,18 @@ from pdserve.cli.options import (
     add_seconds,
     add_service_options,
     channel_to,
+    dialer_from,
+    percent,
     plain,
     say,
+    table_of,
 )
+from pdserve.config import refuse
 from pdserve.types import Role
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 
 if TYPE_CHECKING:
-    import argparse
-
     from pdserve.cli.options import Subparsers
 
 # Longest drain and role change beyond the time that streams may take to end.
@@ -54,6 +57,63 @@ def register(commands: Subparsers) -> None:
         drain.add_argument(flag, action="store_true", help=text)
     add_service_options(drain, as_json="print progress as JSON lines")
     add_service_options(role, as_json="print the outcome as JSON")
+
+    weights = add_command(
+        *(commands, "weights", _weights, "split new requests over revisions of a model's workers"),
+        "Split new requests of a model by weight over the revisions of its workers "
+        "(`worker.revision`), and show how the requests of each revision went. Without weights and "
+        "--clear, only show that. Every router keeps weights of its own until it ends: name all of "
+        "them, or dns:NAME:PORT for each address of a name.",
+    )
+    weights.add_argument("model", metavar="MODEL", help="the served model")
+    text = "such as r1=95 r2=5; a revision that is not named gets no new requests"
+    weights.add_argument("weights", type=_weight, nargs="*", metavar="REVISION=WEIGHT", help=text)
+    text = "make all workers of the model one pool again"
+    weights.add_argument("--clear", action="store_true", help=text)
+    add_service_options(weights, several=True, as_json="print the revisions as JSON")
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, equals, number = text.rpartition("=")
+    weight = float(number)
+    if not equals or not 0 <= weight < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a revision and a number from 0, not {text!r}")
+    return name, weight
+
+
+async def _weights(args: argparse.Namespace) -> int:
+    from msgspec import json as to_json
+
+    from pdserve.cli.console import open_console
+    from pdserve.deploy.revisions import RouterWeights
+    from pdserve.discovery import Discovery
+
+    if (args.weights and args.clear) or len(dict(args.weights)) < len(args.weights):
+        refuse("REVISION=WEIGHT", "must name a revision once, and none with --clear")
+    routers = RouterWeights(Discovery(tuple(args.grpc.split(","))), dialer_from(args))
+    if args.weights or args.clear:
+        found = await routers.set_weights(args.model, dict(args.weights))
+    else:
+        found = await routers.revisions(args.model)
+    if args.json:
+        say(to_json.encode(found).decode())
+        return 0
+    slos = ("ttft", "tpot")
+    rows = [
+        (
+            name or "(none)",
+            " ".join(f"{n} {role}" for role, n in sorted(x.ready.items())) or "no ready worker",
+            "/".join(sorted({"pool" if y is None else percent(y) for y in x.shares})),
+            *(x.counts[result] for result in ("ended", "failed", "retried")),
+            *(percent(x.counts[f"{y}_met"] / n) if (n := x.counts[y]) else None for y in slos),
+        )
+        for name, x in sorted(found.items())
+    ]
+    numbers = ("share", "ended", "failed", "retried", "TTFT met", "TPOT met")
+    caption = "of the requests since the revision got a weight; retried: attempts that failed"
+    title = f"revisions of {args.model}"
+    open_console().print(table_of(title, ("revision", "ready"), numbers, rows, caption=caption))
+    return 0
 
 
 async def _drain(args: argparse.Namespace) -> int:

@@ -232,7 +232,7 @@ class ListRevisionsResponse(_message.Message):
     def __init__(self, revisions: _Optional[_Iterable[_Union[Revision, _Mapping]]] = ...) -> None: ...
 
 class Revision(_message.Message):
-    __slots__ = ("name", "share", "ready", "outcomes", "retries", "judged", "met")
+    __slots__ = ("name", "share", "ready", "counts")
     class ReadyEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -240,28 +240,7 @@ class Revision(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    class OutcomesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    class RetriesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    class JudgedEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    class MetEntry(_message.Message):
+    class CountsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -271,15 +250,9 @@ class Revision(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    RETRIES_FIELD_NUMBER: _ClassVar[int]
-    JUDGED_FIELD_NUMBER: _ClassVar[int]
-    MET_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     share: float
     ready: _containers.ScalarMap[str, int]
-    outcomes: _containers.ScalarMap[str, int]
-    retries: _containers.ScalarMap[str, int]
-    judged: _containers.ScalarMap[str, int]
-    met: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., share: _Optional[float] = ..., ready: _Optional[_Mapping[str, int]] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., retries: _Optional[_Mapping[str, int]] = ..., judged: _Optional[_Mapping[str, int]] = ..., met: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    counts: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., share: _Optional[float] = ..., ready: _Optional[_Mapping[str, int]] = ..., counts: _Optional[_Mapping[str, int]] = ...) -> None: ...

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
-from pdserve.deploy.revisions import list_revisions, set_weights
+from pdserve.deploy.revisions import RouterWeights
+from pdserve.discovery import Discovery
 from pdserve.rpc import Dialer
 from pdserve.types import Role
 from tests.cluster import Cluster
@@ -27,8 +28,9 @@ async def test_a_tenth_goes_to_the_canary_and_none_is_lost_when_that_fails() -> 
         for role in (Role.PREFILL, Role.DECODE):
             await cluster.add(f"canary-{role}", role, revision="r2")
         await cluster.until_ready()
+        routers = RouterWeights(Discovery((cluster.grpc,)), Dialer())
         assert "'r3'; there are: '', 'r2'" in await weights(cluster, "=9", "r3=1")
-        await set_weights(Dialer(), [cluster.grpc], MODEL, {"": 90, "r2": 10})
+        await routers.set_weights(MODEL, {"": 90, "r2": 10})
 
         expected = cluster.expected(PROMPT, PLAIN)
         for n in range(100):
@@ -38,23 +40,23 @@ async def test_a_tenth_goes_to_the_canary_and_none_is_lost_when_that_fails() -> 
             # Both phases on workers of one revision.
             used = (answer.receipt.prefill_worker, answer.receipt.decode_worker)
             assert len({x.startswith("canary") for x in used}) == 1
-        found = await list_revisions(Dialer(), [cluster.grpc], MODEL)
+        found = await routers.revisions(MODEL)
         assert (found[""].shares, found["r2"].shares) == ([0.9], [0.1])
-        assert found[""].requests + found["r2"].requests == 100
-        assert 5 <= found["r2"].requests <= 16
-        assert found["r2"].judged["ttft"] == found["r2"].requests
+        assert found[""].counts["ended"] + found["r2"].counts["ended"] == 100
+        assert 5 <= found["r2"].counts["ended"] <= 16
+        assert found["r2"].counts["ttft"] == found["r2"].counts["ended"]
         assert found["r2"].ready == {"prefill": 1, "decode": 1}
         entry = (await cluster.entries())["canary-decode"]
         assert (entry.info.revision, entry.revision_share) == ("r2", 0.1)
 
         # Requests that the canary fails are answered by the other revision, and counted as retried.
         cluster.faults("canary-prefill", FakeFaults(fail_prefill="*"))
-        await set_weights(Dialer(), [cluster.grpc], MODEL, {"r2": 1})
+        await routers.set_weights(MODEL, {"r2": 1})
         answer = await cluster.ask(PROMPT, PLAIN)
         assert answer.token_ids == expected.token_ids
         assert answer.receipt is not None
         assert answer.receipt.decode_worker == "decode-0"
-        assert json.loads(await weights(cluster, "--json"))["r2"]["retried"] == 1
+        assert json.loads(await weights(cluster, "--json"))["r2"]["counts"]["retried"] == 1
 
         text = await weights(cluster, "--clear")
         assert "pool" in text
