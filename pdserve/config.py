@@ -546,6 +546,31 @@ class RoleConfig(_Section, frozen=True):
     gpus: tuple[Count, ...] = ()
     engine_args: dict[str, object] = {}
 
+    @property
+    def most(self) -> int:
+        """Most workers of this role that ever run."""
+        return self.workers
+
+
+class ScaledRoleConfig(RoleConfig, frozen=True):
+    """The workers of a role whose number may follow the load.
+
+    max_workers: Most workers. Between `workers` and these their number follows the load. 0: it is
+        `workers`.
+    """
+
+    max_workers: Annotated[int, Meta(ge=0, le=1024)] = 0
+
+    def __post_init__(self) -> None:
+        if 0 < self.max_workers < max(1, self.workers):
+            refuse("max_workers", f"must not be below workers, which is {self.workers}")
+        if self.max_workers and not self.workers:
+            refuse("workers", "must be at least 1 if max_workers is given")
+
+    @property
+    def most(self) -> int:
+        return max(self.workers, self.max_workers)
+
 
 class UnusedRoleConfig(RoleConfig, frozen=True):
     workers: Annotated[int, Meta(ge=0, le=1024)] = 0
@@ -560,8 +585,8 @@ class PoolsConfig(_Section, frozen=True):
     pooling: Workers that compute embeddings.
     """
 
-    prefill: RoleConfig = RoleConfig()
-    decode: RoleConfig = RoleConfig()
+    prefill: ScaledRoleConfig = ScaledRoleConfig()
+    decode: ScaledRoleConfig = ScaledRoleConfig()
     aggregated: UnusedRoleConfig = UnusedRoleConfig()
     pooling: UnusedRoleConfig = UnusedRoleConfig()
 
@@ -593,12 +618,26 @@ class ModelConfig(PoolsConfig, frozen=True):
     adapters: dict[Text, Text] = {}
 
 
+class ScalingConfig(_Section, frozen=True):
+    """When the number of workers changes, between `workers` and `max_workers` of a role.
+
+    target_load: Load of a role that has enough workers: 1 keeps all of them busy.
+    up_after_s: Seconds of a higher load before workers are added.
+    down_after_s: Seconds of a lower load before a worker is removed.
+    """
+
+    target_load: Annotated[float, Meta(gt=0, le=1)] = 0.7
+    up_after_s: Amount = 10.0
+    down_after_s: Amount = 120.0
+
+
 class UpConfig(PoolsConfig, frozen=True):
     """What `pdserve up` starts.
 
     models: Models, if there are several. Each has its own workers; those above and `worker.model`
         are then not used. Empty: `worker.model`.
     routers: Routers. The first has the ports of `router`, each further one ports 10 higher.
+    scaling: How the number of workers follows the load.
     cores_per_worker: CPU cores of each worker. 0: an equal share.
     start_timeout_s: Seconds without progress after which a start is given up.
     max_restarts: Restarts of a process that dies before `up` gives up.
@@ -608,6 +647,7 @@ class UpConfig(PoolsConfig, frozen=True):
 
     models: tuple[ModelConfig, ...] = ()
     routers: Annotated[int, Meta(ge=1, le=16)] = 1
+    scaling: ScalingConfig = ScalingConfig()
     cores_per_worker: Count = 0
     start_timeout_s: Annotated[float, Meta(ge=1, le=_DAY_S)] = 300.0
     max_restarts: Count = 5
@@ -629,6 +669,10 @@ class Config(_Section, frozen=True):
     worker: WorkerConfig = WorkerConfig()
 
     def __post_init__(self) -> None:
+        scaled = any(p.most > p.workers for each in self.models for p in each.by_role().values())
+        if scaled and self.router.roles.auto:
+            reason = "cannot be true while the number of workers follows the load (max_workers)"
+            refuse("router.roles.auto", reason)
         if not self.up.models:
             return
         elsewhere = [f"up.{name}" for name in PoolsConfig.__struct_fields__]

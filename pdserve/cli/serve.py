@@ -48,6 +48,8 @@ _ENGINE = {
 _PROCESSES = {
     "--prefill": "up.prefill.workers",
     "--decode": "up.decode.workers",
+    "--max-prefill": "up.prefill.max_workers",
+    "--max-decode": "up.decode.max_workers",
     "--aggregated": "up.aggregated.workers",
     "--pooling": "up.pooling.workers",
     "--routers": "up.routers",

@@ -47,7 +47,7 @@ class Display:
 
     def doing(self, name: str, what: str) -> None:
         """Show what a process does before it is ready; "" if it is."""
-        is_new = what and what != self._doing[name]
+        is_new = what and what != self._doing.get(name)
         self._doing[name] = what
         now = time.monotonic()
         if is_new and self._live is None and now >= self._tell_at.get(name, 0.0):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdserve.config import WorkerConfig, refuse
+from pdserve.config import WorkerConfig, refuse, served_names
 from pdserve.local.gpus import memory_share, share_gpus
 
 if TYPE_CHECKING:
@@ -56,11 +57,36 @@ def router_configs(config: Config) -> dict[str, RouterConfig]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The workers of one role of a model by name, and how many of them run at least."""
+
+    model: str
+    role: Role
+    names: tuple[str, ...]
+    least: int
+
+
+def worker_pools(config: Config) -> list[Pool]:
+    """Return the pools, whose workers `worker_configs` has."""
+    found: list[Pool] = []
+    counts: Counter[Role] = Counter()
+    for model in config.models:
+        name = served_names(model.model, model.model_names)[0]
+        for role, pool in model.by_role().items():
+            numbers = range(counts[role], counts[role] + pool.most)
+            counts[role] += pool.most
+            names = tuple(f"{role}-{i}" for i in numbers)
+            found.append(Pool(name, role, names, pool.workers))
+    return found
+
+
 def worker_configs(
     config: Config, cores: Collection[int], gpus: Mapping[int, Collection[int]] | None = None
 ) -> dict[str, WorkerConfig]:
-    """Return each worker's configuration by name. `gpus` has the cores nearest to each GPU. Raises
-    ConfigError if the file sets what is set here, or if there are too few cores or GPUs."""
+    """Return the configuration of each worker that may come to run, by name. `gpus` has the cores
+    nearest to each GPU. Raises ConfigError if the file sets what is set here, or if there are too
+    few cores or GPUs."""
     gpus = gpus or {}
     for name in _CHOSEN_HERE:
         if getattr(config.worker, name) != getattr(WorkerConfig(), name):
@@ -87,7 +113,7 @@ def worker_configs(
                 engine_args=args,
                 access=access,
             )
-            for _ in range(pool.workers):
+            for _ in range(pool.most):
                 workers.append(replace(worker, worker_id=f"{role}-{names[role]}"))
                 wanted.append((pool.gpus, _tensor_parallel(args)))
                 names[role] += 1

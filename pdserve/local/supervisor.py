@@ -26,12 +26,18 @@ import yaml
 from msgspec.structs import replace
 
 from pdserve.config import MOVE_S, UNPIN_S, refuse, to_mapping
+from pdserve.deploy.load import RouterLoads
+from pdserve.deploy.scaling import ScalingRules
+from pdserve.discovery import Discovery
+from pdserve.errors import PdserveError
 from pdserve.hub import with_directories
 from pdserve.local import specs
+from pdserve.local.follower import Change, LoadFollower
 from pdserve.local.forkserver import ForkServer, launch
 from pdserve.local.gpus import gpus_for, is_cpu_build
 from pdserve.local.progress import StartProgress
 from pdserve.security.tls import dialer
+from pdserve.types import Role
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -41,6 +47,8 @@ if TYPE_CHECKING:
     from pdserve.local.display import Display
     from pdserve.local.forkserver import Forked
 
+# Routers know what the load of these roles needs.
+SCALED = (Role.PREFILL, Role.DECODE)
 PRELOAD = "workers.vllm.preload:preload"
 OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
@@ -50,6 +58,7 @@ QUICK_STOP_S = 5.0  # for a process that is not serving
 _MARGIN_S = 5.0  # beyond the deadlines that processes have themselves
 _POLL_S = 0.05
 _LOOK_S = 1.0
+_SCALE_S = 1.0  # between two looks at the load
 _LIST_TIMEOUT_S = 2.0
 _LAST_REPORTS_S = 1.0
 _MAX_REPORT_BYTES = 1 << 20
@@ -75,7 +84,8 @@ def vllm_forkserver(run_dir: Path) -> ForkServer | None:
 @dataclass(slots=True)
 class Child:
     """A router or a worker, however often it was restarted. `process` is None while none runs.
-    `facts` are its addresses, known from the first time that it is ready."""
+    `facts` are its addresses, known from the first time that it is ready. One that is not `wanted`
+    must have ended at `leaves_by`."""
 
     name: str
     log: Path
@@ -83,6 +93,8 @@ class Child:
     pid: int = 0
     facts: dict[str, str] = field(default_factory=dict)
     known: asyncio.Event = field(default_factory=asyncio.Event)
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    leaves_by: float = 0.0
     ready_at: float | None = None
     failure: str = ""
     reports: int = 0
@@ -116,6 +128,7 @@ class Supervisor:
         self._routers = specs.router_configs(config)
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
         self._workers = {name: with_directories(x) for name, x in self._workers.items()}
+        self._pools = specs.worker_pools(config)
         self._models = list(dict.fromkeys(x.served_names[0] for x in self._workers.values()))
         self._config, self._display = config, display
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
@@ -131,6 +144,11 @@ class Supervisor:
             self._forkserver = forkserver or vllm_forkserver(self._run_dir)
         names = (*self._routers, *self._workers)
         self._children = {name: Child(name, self._run_dir / f"{name}.log") for name in names}
+        for name in (
+            *self._routers,
+            *(x for pool in self._pools for x in pool.names[: pool.least]),
+        ):
+            self._children[name].wanted.set()
         self._keepers: dict[str, asyncio.Task[int]] = {}
         self._is_serving = self._is_stopping = False
         # Signals: the first one stops, the second one kills.
@@ -144,10 +162,11 @@ class Supervisor:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._forget_ready_file()
-        self._display.starting(self._children, self._run_dir)
+        self._display.starting((*self._routers, *self._running()), self._run_dir)
         for child in self._children.values():
             self._keepers[child.name] = asyncio.create_task(self._keep(child))
         starting = asyncio.create_task(self._until_ready())
+        following: list[asyncio.Task[None]] = []
         try:
             # Each of these returns the exit code.
             ends = {self._stopped, *self._keepers.values()}
@@ -159,18 +178,21 @@ class Supervisor:
                 http, grpc_ = ([x[api] for x in facts] for api in ("http", "grpc"))
                 has_console = self._config.router.has_console
                 self._display.serving(http, grpc_, self._models, has_console=has_console)
+                following = [asyncio.create_task(self._scale(x)) for x in self._followers()]
                 done = await _first(*ends)
             code: int = max(end.result() for end in done)
-            starting.cancel()
+            for task in (starting, *following):
+                task.cancel()
             await self._stop(code)
             return INTERRUPTED if self._killed.done() else code
         finally:
             self._display.close()
             self._forget_ready_file()
             # After an orderly stop no process is left; after an internal error all may be.
-            for task in (starting, *self._keepers.values()):
+            tasks = (starting, *following, *self._keepers.values())
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait((starting, *self._keepers.values()))
+            await asyncio.wait(tasks)
             if self._forkserver is not None:
                 self._forkserver.close()
             self._temporary_dir.cleanup()
@@ -192,10 +214,12 @@ class Supervisor:
         try:
             while not (await asyncio.wait({serving}, timeout=_LOOK_S))[0]:
                 starting = {
-                    c.name: (c.pid, c.reports) for c in self._children.values() if not c.facts
+                    c.name: (c.pid, c.reports)
+                    for c in self._children.values()
+                    if c.wanted.is_set() and not c.facts
                 }
                 # All have started, and register: that reports nothing.
-                starting = starting or dict.fromkeys(self._workers, (os.getpid(), -1))
+                starting = starting or dict.fromkeys(self._running(), (os.getpid(), -1))
                 if late := progress.stuck(starting, limit_s):
                     text = f"not ready, and no progress for {limit_s:g} s: {', '.join(late)}"
                     self._display.tell(text, "red")
@@ -205,8 +229,8 @@ class Supervisor:
             serving.cancel()
 
     async def _until_serving(self) -> int:
-        for child in self._children.values():
-            await child.known.wait()
+        for name in (*self._routers, *self._running()):
+            await self._children[name].known.wait()
         for address in self._addresses():
             await self._until_registered(address)
         return OK
@@ -216,7 +240,7 @@ class Supervisor:
         ready: set[str] = set()
         async with self._dialer.open_channel(address) as channel:
             list_workers = worker_pb2_grpc.RegistryStub(channel).ListWorkers
-            while not ready >= self._workers.keys():
+            while not ready.issuperset(self._running()):
                 await asyncio.sleep(_POLL_S)
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     listed = await list_workers(
@@ -226,6 +250,50 @@ class Supervisor:
                     )
                     ready |= {x.info.worker_id for x in listed.workers if x.state == "ready"}
 
+    def _running(self) -> list[str]:
+        """Return the names of the workers that are wanted."""
+        return [name for name in self._workers if self._children[name].wanted.is_set()]
+
+    def _followers(self) -> list[LoadFollower]:
+        """Return one for each model whose number of workers may change."""
+        scaling, discovery = self._config.up.scaling, Discovery(self._addresses())
+        rules = ScalingRules(
+            target_load=scaling.target_load,
+            up_after_s=scaling.up_after_s,
+            down_after_s=scaling.down_after_s,
+        )
+        found = []
+        for model in self._models:
+            pools = [x for x in self._pools if x.model == model and x.role in SCALED]
+            if any(len(pool.names) > pool.least for pool in pools):
+                measure = RouterLoads(discovery, self._dialer, model).measure
+                found.append(LoadFollower([x for x in pools if x.names], rules, measure))
+        return found
+
+    async def _scale(self, follower: LoadFollower) -> None:
+        """Start and stop workers as the load asks for. One that stops first ends its requests or
+        hands them over."""
+        grace_s = self._config.worker.drain_timeout_s + MOVE_S + UNPIN_S + _MARGIN_S
+        while True:
+            await asyncio.sleep(_SCALE_S)
+            changes, now = list[Change](), time.monotonic()
+            with contextlib.suppress(PdserveError):  # no router answers: the workers stay
+                changes = await follower.look(self._running(), now)
+            for change in changes:
+                self._display.tell(change.reason)
+                for name in change.start:
+                    self._children[name].wanted.set()
+                for name in change.stop:
+                    child = self._children[name]
+                    child.wanted.clear()
+                    child.leaves_by = now + grace_s
+                    child.send(signal.SIGTERM)
+            if changes:
+                self._announce()
+            for child in self._children.values():
+                if not child.wanted.is_set() and now > child.leaves_by:
+                    child.send(signal.SIGKILL)
+
     async def _keep(self, child: Child) -> int:
         """Run a process, and restart it while the service is up. Return the service's exit code if
         it cannot go on."""
@@ -233,12 +301,18 @@ class Supervisor:
             # Workers are told the routers' addresses, which are known when those listen.
             for name in self._routers:
                 await self._children[name].known.wait()
+        await child.wanted.wait()
         for name in specs.before_on_gpu(self._workers, child.name):
-            await self._children[name].known.wait()
+            if self._children[name].wanted.is_set():
+                await self._children[name].known.wait()
         while True:
+            await child.wanted.wait()
             code = await self._run(child)
             if self._is_stopping:
                 return OK
+            if not child.wanted.is_set():
+                self._display.tell(f"{child.name} has ended")
+                continue
             if code == OK and self._is_serving and child.ready_at is not None:
                 self._display.tell(f"{child.name} has ended and is restarted")
                 continue
@@ -316,11 +390,13 @@ class Supervisor:
                 child.failure = report["failed"]
             else:
                 child.facts, child.ready_at = report["ready"], time.monotonic()
-                child.known.set()
                 self._display.doing(child.name, "")
                 if self._is_serving and not self._is_stopping:
                     self._announce()
-                    self._display.tell(f"{child.name} is back")
+                    self._display.tell(
+                        f"{child.name} is {'back' if child.known.is_set() else 'ready'}"
+                    )
+                child.known.set()
 
     async def _stop(self, code: int) -> None:
         self._is_stopping = True
@@ -363,6 +439,7 @@ class Supervisor:
         workers = [
             {**entries[name], "worker_id": name, "role": worker.role.value}
             for name, worker in self._workers.items()
+            if self._children[name].wanted.is_set() and self._children[name].facts
         ]
         content = {
             "pid": os.getpid(),

@@ -72,6 +72,8 @@ def service_spec(config: Config, *, cpus: float, gpus: float) -> ServiceSpec:
     for role, pool in config.models[0].by_role().items():
         if pool.gpus:
             refuse(f"up.{role}.gpus", "is not possible with --on ray, which chooses GPUs")
+        if pool.most > pool.workers:
+            refuse(f"up.{role}.max_workers", "is not possible with --on ray; use `pdserve scale`")
         args = config.worker.engine_args | pool.engine_args
         ranks = args.get("tensor_parallel_size", 1)
         if gpus and ranks != gpus:
