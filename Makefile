@@ -35,7 +35,7 @@ CLIENTS := .venv-clients
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-.PHONY: help install gpu-install ray-install run test test-all test-gpu test-tools test-programs lint format typecheck proto proto-check size \
+.PHONY: help install gpu-install ray-install run test test-all test-gpu test-tools test-programs lint format typecheck screenshots proto proto-check size \
 	docs chart check bench clean
 
 help: ## list the targets
@@ -121,6 +121,9 @@ docs: $(STAMP) ## generate docs/api.md, configuration.md, metrics.md and deploy/
 	$(BIN)/python -m pdserve.metrics
 	$(BIN)/python -m router.api.reference
 	$(BIN)/python deploy/dashboards/generate.py
+
+screenshots: $(STAMP) ## take the pictures of docs/console.md, with chromium
+	$(BIN)/python -m tests.screenshots
 
 bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace
 	$(BIN)/pdserve bench compare --arms 1P1D,2A --trace chat --kv-cache-mib 512 $(ARGS)

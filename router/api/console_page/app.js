@@ -20,7 +20,7 @@ const VIEWS = {
 };
 const RETRY_S = 1;
 
-const app = { state: new State(), key: "", colors: {}, isStill: false };
+const app = { state: new State(), key: "", colors: {} };
 const status = document.getElementById("status");
 const main = document.getElementById("view");
 const made = {};
@@ -29,7 +29,6 @@ let current = null;
 function show() {
   const name = location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "requests";
   const [title, open] = VIEWS[name];
-  current?.hidden?.();
   current = made[name] ??= open(app);
   main.replaceChildren(current.root);
   document.title = `${title} – pdserve`;
@@ -38,7 +37,6 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   if (app.state.hello) current.update();
-  current.shown?.();
 }
 
 /** Ask for the key. It stays in this page's memory. */
@@ -95,14 +93,8 @@ function readColors() {
 
 document.querySelector("nav").append(
   ...Object.entries(VIEWS).map(([name, [title]]) => make("a", { href: `#${name}` }, title)));
-for (const [query, change] of [
-  ["(prefers-color-scheme: dark)", readColors],
-  ["(prefers-reduced-motion: reduce)", (x) => { app.isStill = x.matches; }],
-]) {
-  const media = matchMedia(query);
-  change(media);
-  media.addEventListener("change", change);
-}
+readColors();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", readColors);
 addEventListener("hashchange", () => {
   document.getElementById("detail").close();
   show();

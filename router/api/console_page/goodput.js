@@ -6,6 +6,7 @@ import { fateOf, metSlo, tpotOf } from "./state.js";
 const SPAN_S = 900;
 const COLUMNS = 60;
 const EVERY_S = 1;
+const COSTS = { cost: ["cost", "per 1M out"], energy_j: ["J", "J per 1k out"] };
 
 export function goodputView(app) {
   const { state } = app;
@@ -31,10 +32,12 @@ export function goodputView(app) {
     const from = state.ended.length >= kept ? Math.max(state.now - SPAN_S, state.ended[0].ended) : state.now - SPAN_S;
     lead.textContent = `Requests that ended since ${state.date(from).toLocaleTimeString("en-GB")}. `
       + `A request is good if its first token came within ${seconds(slo.ttft_s)} and each further one within ${seconds(slo.tpot_s)} on average.`;
+    const costs = ["cost", "energy_j"].filter((name) => rows.some((x) => typeof x.receipt?.[name] === "number"));
     place.replaceChildren(
       columns(rows, slo, state.now), table("By tenant and class",
-        ["tenant", "class", "requests", "good", "TTFT met", "TPOT met", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "refused", "failed"],
-        groups(rows).map(([, of]) => summary(of, slo))),
+        ["tenant", "class", "requests", "good", "TTFT met", "TPOT met", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99",
+          "refused", "failed", ...costs.flatMap((name) => COSTS[name])],
+        groups(rows).map(([, of]) => [...summary(of, slo), ...costs.flatMap((name) => costOf(of, name))])),
       make("h3", {}, "Refused and failed"), reasons(rows));
   }
 
@@ -67,6 +70,14 @@ function summary(rows, slo) {
     ...[ttft, tpot].flatMap((values) => [0.5, 0.9, 0.99].map((q) => seconds(quantile(values, q)))),
     count("refused"), count("failed"),
   ];
+}
+
+/** Return the sum of a field of the receipts, and what that is for as many tokens as its column says. */
+function costOf(rows, name) {
+  const known = rows.filter((x) => typeof x.receipt?.[name] === "number");
+  const sum = known.reduce((total, x) => total + x.receipt[name], 0);
+  const tokens = known.reduce((total, x) => total + x.usage.completion_tokens, 0);
+  return [number(sum, 4), tokens ? number((sum / tokens) * (name === "cost" ? 1e6 : 1e3), 2) : "–"];
 }
 
 function columns(rows, slo, now) {

@@ -107,7 +107,7 @@ function pathOf(row) {
 function marksOf(row) {
   const retries = (row.receipt?.fallbacks ?? []).map((x) => `↻ ${x}`);
   const fate = fateOf(row);
-  return fate === "finished" || fate === "running" ? retries : [row.outcome || fate];
+  return fate === "finished" || fate === "running" ? retries : [row.reason || row.outcome || fate];
 }
 
 /** Open the dialog with all that is known of a request. */

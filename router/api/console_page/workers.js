@@ -14,7 +14,7 @@ export function workersView(app) {
   const lanes = make("div", { class: "scroll lanes" });
   const root = make("section", {},
     make("h2", {}, "Workers"),
-    make("p", { class: "lead" }, `The last ${WINDOW_S} seconds. A bar is an engine step: as wide as it took, as high as it had tokens.`),
+    make("p", { class: "lead" }, `The last ${WINDOW_S} seconds, drawn four times a second. A bar is an engine step: as wide as it took, as high as it had tokens.`),
     make("ul", { class: "legend", "aria-label": "Colours" },
       ...[["prefill", "prompt tokens"], ["decode", "decode tokens"], ["kv", "KV cache in use"]].map(
         ([kind, text]) => make("li", {}, make("i", { class: kind }), text))),
@@ -23,14 +23,17 @@ export function workersView(app) {
   const observer = new IntersectionObserver((entries) => {
     for (const x of entries) x.isIntersecting ? visible.add(x.target) : visible.delete(x.target);
   });
-  let frame = 0;
-  let turn = 0;
 
   function update() {
+    const width = lanes.querySelector(".track")?.clientWidth ?? 0;
     const order = [...state.workers.values()].sort(
       (a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role) || natural(a.id, b.id));
     keep(lanes, order, (x) => x.id, createLane, updateLane);
-    if (!order.length) lanes.replaceChildren();
+    const right = state.clock() - LAG_S;
+    for (const lane of visible) {
+      const worker = state.workers.get(lane.worker);
+      if (worker && width) draw(lane.canvas, worker, right, width, app.colors);
+    }
   }
 
   function createLane(worker) {
@@ -55,47 +58,27 @@ export function workersView(app) {
     setText(load, `${running}, KV ${percent(worker.kv_usage)}`);
     setText(gpus, worker.gpus.map(gpuText).join("; "));
     setText(why, worker.why);
-    setText(acts, "");
-    if (!state.hello.read_only) acts.append(...actionsFor(app, worker));
+    const kind = `${worker.state} ${worker.role}`;
+    if (!state.hello.read_only && acts.dataset.kind !== kind) {
+      acts.dataset.kind = kind;
+      acts.replaceChildren(...actionsFor(app, worker));
+    }
     lane.canvas.setAttribute("aria-label", laneText(worker, state.now));
   }
 
-  function animate() {
-    frame = requestAnimationFrame(animate);
-    const right = state.clock() - LAG_S;
-    let i = 0;
-    turn++;
-    for (const lane of visible) {
-      const { canvas } = lane;
-      // A lane is drawn four times a second, and moved in every frame.
-      if (!canvas.drawnAt || (turn + i++) % 15 === 0) draw(canvas, state.workers.get(lane.worker), right, app.colors);
-      const pixels = ((right - canvas.drawnAt) / WINDOW_S) * canvas.clientWidth;
-      canvas.style.transform = app.isStill ? "" : `translateX(${-pixels.toFixed(1)}px)`;
-    }
-  }
-
-  return {
-    root, update,
-    shown: () => { frame = requestAnimationFrame(animate); },
-    hidden: () => cancelAnimationFrame(frame),
-  };
+  return { root, update };
 }
 
-function draw(canvas, worker, right, colors) {
-  canvas.drawnAt = right;
-  if (!worker) return;
+function draw(canvas, worker, right, width, colors) {
   const scale = window.devicePixelRatio || 1;
-  const width = canvas.parentNode.clientWidth;
-  // The last 0.5 s are beyond the right edge until the lane has moved on.
-  const full = Math.round(width * (1 + 0.5 / WINDOW_S));
-  if (canvas.width !== full * scale) {
-    canvas.width = full * scale;
-    canvas.height = HEIGHT * scale;
-    canvas.style.width = `${full}px`;
+  const pixels = Math.round(width * scale);
+  if (canvas.width !== pixels) {
+    canvas.width = pixels;
+    canvas.height = Math.round(HEIGHT * scale);
   }
   const context = canvas.getContext("2d");
   context.setTransform(scale, 0, 0, scale, 0, 0);
-  context.clearRect(0, 0, full, HEIGHT);
+  context.clearRect(0, 0, width, HEIGHT);
   const x = (at) => width + ((at - right) / WINDOW_S) * width;
   drawUsage(context, worker.usage, x, colors);
   drawSteps(context, worker.steps, x, colors);

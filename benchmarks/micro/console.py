@@ -1,0 +1,150 @@
+"""What an open console costs the router, and how smooth its page is.
+
+One router and `--workers` fake engines, half of them for prefill, with `--streams` requests in
+flight. Each round takes the router's processor time for `--seconds` without a viewer and with one
+that reads all events. Where chromium and playwright are installed, each round also counts the
+frames of the page in Chromium, which has no GPU here and shares the cores with all else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from benchmarks.client import GrpcTarget, exactly
+from benchmarks.errors import TargetError
+from benchmarks.service import Service, processor_s
+from benchmarks.stats import alternate
+
+if TYPE_CHECKING:
+    import argparse
+
+    from benchmarks.progress import Progress
+
+ALONE, VIEWED = "nobody looks", "one viewer"
+PAGES = ("requests", "workers")
+STEP_S = 0.25
+# Counts frames for a while, and returns how many there were a second and the longest pause in ms.
+_FRAMES = """(seconds) => new Promise((resolve) => {
+  let count = 0, longest = 0, before = performance.now();
+  const began = before;
+  const next = (now) => {
+    longest = Math.max(longest, now - before);
+    before = now;
+    if (now - began >= seconds * 1e3) resolve([count / (now - began) * 1e3, longest]);
+    else { count++; requestAnimationFrame(next); }
+  };
+  requestAnimationFrame(next);
+})"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=64, metavar="N", help="(64)")
+    parser.add_argument("--streams", type=int, default=1000, metavar="N", help="in flight (1000)")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="N", help="(10)")
+
+
+async def run(
+    args: argparse.Namespace, progress: Progress
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Raises BenchError."""
+    half = args.workers // 2
+    async with AsyncExitStack() as ending:
+        name = ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-"))
+        engine_args = {"step_s": STEP_S, "max_num_seqs": 2 * args.streams // half}
+        config = {
+            "router": {"http_port": 0, "grpc_port": 0, "slo": {"reject_factor": 0.0}},
+            "worker": {"engine": "fake", "engine_args": engine_args},
+            "up": {"prefill": {"workers": half}, "decode": {"workers": half}},
+        }
+        progress.step(f"starting {args.workers} workers")
+        service = Service(f"{half}P{half}D", config, Path(name))
+        ending.push_async_callback(service.stop)
+        await service.start()
+        router = service.ready["routers"][0]
+        target = GrpcTarget(service.ready["grpc"])
+        ending.push_async_callback(target.aclose)
+        model = await target.model()
+
+        async def keep_asking(number: int) -> None:
+            while True:
+                prompt = [16 + (number * 7 + i) % 64 for i in range(64 + number % 512)]
+                request = target.prepare(model, "", prompt, exactly(20 + number % 100))
+                with suppress(TargetError):
+                    async for _ in target.stream(request):
+                        pass
+
+        async def measure(variant: str, number: int) -> dict[str, float]:
+            progress.step(f"round {number + 1} of {args.rounds}, {variant}")
+            async with asyncio.TaskGroup() as group:
+                viewer = group.create_task(_view(router["http"])) if variant == VIEWED else None
+                await asyncio.sleep(3.0)  # the past requests are sent at first
+                cpu_s, began = processor_s([router["pid"]]), time.perf_counter()
+                await asyncio.sleep(args.seconds)
+                used = (processor_s([router["pid"]]) - cpu_s) / (time.perf_counter() - began)
+                if viewer is not None:
+                    viewer.cancel()
+            return {"router, % of a core": 100 * used}
+
+        async with asyncio.TaskGroup() as asking:
+            tasks = [asking.create_task(keep_asking(i)) for i in range(args.streams)]
+            rounds = [x async for x in alternate([ALONE, VIEWED], args.rounds, measure)]
+            frames = await _frames(router["http"], args, progress)
+            for task in tasks:
+                task.cancel()
+    used = {x: [each[x]["router, % of a core"] for each in rounds] for x in (ALONE, VIEWED)}
+    more = median(b - a for a, b in zip(used[ALONE], used[VIEWED], strict=True))
+    rows = [{"": x, "router, % of a core": median(values)} for x, values in used.items()]
+    return rows, [f"a viewer costs {more:.2f} % of a core", *frames]
+
+
+async def _view(url: str) -> None:
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as http,
+        http.get(f"{url}/console/events") as response,
+    ):
+        async for _ in response.content.iter_any():
+            pass
+
+
+async def _frames(url: str, args: argparse.Namespace, progress: Progress) -> list[str]:
+    chromium = shutil.which("chromium")
+    try:
+        from playwright.async_api import async_playwright
+    except ImportError:
+        chromium = None
+    if chromium is None:
+        return ["frames were not counted: that needs chromium and playwright"]
+    found = []
+    async with async_playwright() as tool:
+        browser = await tool.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": 1920, "height": 1080})
+        await page.goto(f"{url}/console")
+        tools = await page.context.new_cdp_session(page)
+        await tools.send("Performance.enable")
+
+        async def busy_s() -> float:
+            metrics = (await tools.send("Performance.getMetrics"))["metrics"]
+            return next(float(x["value"]) for x in metrics if x["name"] == "TaskDuration")
+
+        for view in PAGES:
+            progress.step(f"frames of {view}")
+            await page.goto(f"{url}/console#{view}")
+            await asyncio.sleep(5.0)
+            began, used_s = time.perf_counter(), await busy_s()
+            counted = [await page.evaluate(_FRAMES, args.seconds) for _ in range(args.rounds)]
+            used = (await busy_s() - used_s) / (time.perf_counter() - began)
+            rate, longest_ms = (median(x[i] for x in counted) for i in (0, 1))
+            frames = f"{rate:.0f} frames/s, longest pause {longest_ms:.0f} ms"
+            found.append(f"{view}: {frames}, the page's main thread is busy {100 * used:.0f} %")
+        await browser.close()
+    return found
