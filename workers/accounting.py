@@ -181,7 +181,10 @@ class EnergyMeter:
 
     def read(self, joules: float, now: float, busy_s: float) -> None:
         """Take a reading of the counter after `busy_s` seconds of work in all."""
-        last, self._last = self._last, (joules, now, busy_s)
+        last = self._last
+        if last is not None and now <= last[1]:
+            return
+        self._last = (joules, now, busy_s)
         if last is None:
             self._taken_s = busy_s
             return
