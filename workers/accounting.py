@@ -36,8 +36,8 @@ MIN_STEPS = 8.0  # before they are fitted
 REFIT_S = 10.0
 # A step in which each token counts the same, in the units of pdserve/step_moments.py.
 _BY_TOKENS = (0.0, PREFILL_TOKENS, 0.0, DECODE_REQS, 0.0)
-# Work for a request that had ended when the step was done. With asynchronous scheduling the engine
-# learns of an end one step late.
+# Work for a request that had ended, or was cancelled, when the step was done. With asynchronous
+# scheduling the engine learns of an end one step late.
 OVERRUN = "overrun"
 # A reading after less work than this share of the time shows the draw of an idle worker.
 _IDLE_SHARE = 0.01

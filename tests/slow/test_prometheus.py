@@ -27,7 +27,7 @@ from tests.up_process import run_cli, up
 from workers.gpu import Gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
 
@@ -93,20 +93,21 @@ def gpu_target() -> Iterator[str]:
     thread.join(WAIT_S)
 
 
-def ask(client: openai.OpenAI, prompt: str, tokens: int) -> Iterator[str]:
-    answer = client.completions.create(
+def ask(client: openai.OpenAI, prompt: str, tokens: int) -> Generator[str, None, None]:
+    with client.completions.create(
         model="pdserve-demo",
         prompt=prompt,
         max_tokens=tokens,
         stream=True,
         extra_body={"ignore_eos": True},
-    )
-    for chunk in answer:
-        yield from (choice.text for choice in chunk.choices)
+    ) as answer:
+        for chunk in answer:
+            yield from (choice.text for choice in chunk.choices)
 
 
 def drive(ready: dict[str, Any]) -> None:
-    """Answers, a refusal, a decode worker killed in the middle of answers, a tenant's limit."""
+    """Answers, a refusal, a decode worker killed in the middle of answers, a client that leaves, a
+    tenant's limit."""
     with openai.OpenAI(base_url=f"{ready['http']}/v1", api_key=KEY, max_retries=0) as client:
         for i in range(40):
             assert "".join(ask(client, f"{i} red leaves " * (1 + i % 20), 4 + i % 5))
@@ -118,6 +119,9 @@ def drive(ready: dict[str, Any]) -> None:
         os.kill(next(w["pid"] for w in ready["workers"] if w["role"] == "decode"), signal.SIGKILL)
         for answer in answers:
             assert list(answer)
+        leaving = ask(client, "many leaves", 1000)
+        next(leaving)
+        leaving.close()
         for _ in range(100):
             try:
                 list(ask(client, "a", 1))
