@@ -5,6 +5,7 @@ Nothing here runs while nobody looks. All times are in seconds on the event loop
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from pdserve import __version__
 from pdserve.explanation import details, outcome, predicted, scores, total
 from pdserve.types import Role
 from router.decisions import explained
-from router.handoff import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,28 +41,18 @@ _GPU = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class Sources:
     """What the console reads."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        log: RequestLog,
-        decisions: DecisionLog,
-        admission: AdmissionController,
-        costs: CostModel,
-        verdicts: Mapping[str, Verdict],
-        changer: RoleChanger,
-        slo: SloConfig,
-    ) -> None:
-        self.fleet = fleet
-        self.log = log
-        self.decisions = decisions
-        self.admission = admission
-        self.costs = costs
-        self.verdicts = verdicts
-        self.changer = changer
-        self.slo = slo
+    fleet: Fleet
+    log: RequestLog
+    decisions: DecisionLog
+    admission: AdmissionController
+    costs: CostModel
+    verdicts: Mapping[str, Verdict]
+    changer: RoleChanger
+    slo: SloConfig
 
     def explain(self, request_id: str) -> Row | None:
         """Return why a request was placed on its workers, in words; None if that is not kept."""
@@ -99,15 +89,13 @@ class Viewer:
     def changes(self) -> Row:
         """Return what has changed since the last call."""
         sources = self._sources
-        fleet, log, now = sources.fleet, sources.log, sources.fleet.now()
-        ended = self._ended_requests()
+        fleet, now = sources.fleet, sources.fleet.now()
         found: Row = {
             "now": now,
             "open": self._open_requests(),
-            "ended": ended,
+            "ended": self._ended_requests(),
             "running": sources.admission.running,
             "queued": sources.admission.queued,
-            "more": log.ended_count > self._ended,
         }
         before, self._workers = self._workers, self._rows_of_workers()
         found["workers"] = [x for name, x in self._workers.items() if x != before.get(name)]
@@ -149,8 +137,6 @@ class Viewer:
             row = _request(record)
             row["first_token_at"] = min(first, default=0.0)
             row["path"] = [s.worker_id for x in answers[:1] for s in x.streams]
-            if any(s.phase is Phase.DECODE for x in answers for s in x.streams):
-                row["is_pair"] = True
             found.append(row)
         return found
 

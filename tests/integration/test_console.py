@@ -57,7 +57,7 @@ async def test_a_request_is_sent_at_its_arrival_and_at_its_end(
 ) -> None:
     sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
     asking = asyncio.create_task(cluster.ask([20, 21, 22], sampling))
-    event = await page.until(lambda x: bool(x["open"]) and "is_pair" in x["open"][0])
+    event = await page.until(lambda x: bool(x["open"]) and len(x["open"][0]["path"]) == 2)
     [row] = event["open"]
     assert row["prompt_tokens"] == 3
     assert row["path"][0] == "prefill-0"

@@ -58,6 +58,7 @@ async function connect() {
   for await (const event of events("/console/events", { key: app.key })) {
     if (event.hello) {
       app.state = Object.assign(app.state, new State(), { hello: event.hello });
+      document.querySelector("h1").title = `version ${event.hello.version}`;
       continue;
     }
     app.state.apply(event);

@@ -61,7 +61,10 @@ export function chatView(app) {
     } catch (error) {
       setText(turn.error, error.name === "AbortError" ? "stopped" : error.message);
     }
-    messages.push(turn.message());
+    const message = turn.message();
+    // A question without an answer is no part of the conversation.
+    if (message.content || message.tool_calls) messages.push(message);
+    else messages.pop();
     open = null;
     send.disabled = false;
     stop.disabled = true;

@@ -6,6 +6,7 @@ import { read } from "./stream.js";
 import { bar, drawBar, legend } from "./waterfall.js";
 
 const SHOWN = 80;
+const LIST_EVERY_S = 1; // models and tenants to choose from
 
 export function requestsView(app) {
   const { state } = app;
@@ -23,6 +24,7 @@ export function requestsView(app) {
     if (isPaused) update();
   } }, "Pause");
   let frozen = null;
+  let listedAt = -Infinity;
   const body = make("tbody");
   const caption = make("caption");
   const head = (text, kind = "") => make("th", { scope: "col", class: kind }, text);
@@ -53,9 +55,12 @@ export function requestsView(app) {
 
   function update() {
     if (frozen !== null) return;
-    setChoices(model, state.values("model"), "all models");
-    setChoices(tenant, state.values("tenant"), "all tenants");
     const now = state.clock();
+    if (now - listedAt > LIST_EVERY_S) {
+      listedAt = now;
+      setChoices(model, state.values("model"), "all models");
+      setChoices(tenant, state.values("tenant"), "all tenants");
+    }
     const rows = matching();
     const shown = rows.slice(0, SHOWN);
     // One very long request must not make all others invisible.
