@@ -13,18 +13,19 @@ import yaml
 from aiohttp import web
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
 _COMPONENTS = Path(__file__).parents[1] / "deploy/kubernetes/components"
 NAMESPACE = "pdserve"
+_POOLS = ("prefill", "decode")
 # Go's layout of a MicroTime: six digits, always.
 _MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)")
 _PATH = re.compile(
     r"/apis?/(?:(?P<group>[\w.-]+)/)?(?P<version>v\w+)/namespaces/pdserve"
-    r"/(?P<plural>\w+)(?:/(?P<name>[\w.-]+))?(?P<scale>/scale)?"
+    r"/(?P<plural>\w+)(?:/(?P<name>[\w.-]+))?(?P<sub>/scale|/status)?"
 )
 _REASONS = {403: "Forbidden", 404: "NotFound", 409: "Conflict", 422: "Invalid"}
-_VERBS = {"GET": "get", "PATCH": "patch", "POST": "create"}
+_VERBS = {"GET": "get", "PATCH": "patch", "POST": "create", "DELETE": "delete"}
 
 
 Right = tuple[str, str, tuple[str, ...]]
@@ -69,6 +70,12 @@ class KubernetesApi:
         """Somebody else changes something of an object."""
         self.objects[plural, name]["metadata"]["resourceVersion"] = str(next(self._versions))
 
+    def listed(self, plural: str, query: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return the objects of one type with the labels of a query."""
+        labels = dict(x.split("=") for x in query.get("labelSelector", "").split(",") if x)
+        found = [x for (kind, _), x in self.objects.items() if kind == plural]
+        return [x for x in found if labels.items() <= x["metadata"].get("labels", {}).items()]
+
     def replicas(self, name: str, plural: str = "deployments") -> int:
         replicas: int = self.objects[plural, name]["spec"]["replicas"]
         return replicas
@@ -81,8 +88,10 @@ class KubernetesApi:
         found = _PATH.fullmatch(request.path)
         if found is None:
             return _refused(404, f"no such path: {request.path}")
-        plural, name, is_scale = found["plural"], found["name"], bool(found["scale"])
-        kind, verb = plural + "/scale" * is_scale, _VERBS[request.method]
+        plural, name, sub = found["plural"], found["name"], found["sub"] or ""
+        kind, verb, is_scale = plural + sub, _VERBS[request.method], sub == "/scale"
+        if verb == "get" and name is None:
+            verb = "list"
         may = [names for v, k, names in self.rights if (v, k) == (verb, kind)]
         if not any(not names or name in names for names in may):
             group = found["group"] or ""
@@ -97,6 +106,11 @@ class KubernetesApi:
             if (plural, name) in self.objects:
                 return _refused(409, f'{plural} "{name}" already exists')
             self.add(plural, name, **body.get("spec", {}))
+            self.objects[plural, name] = body | {
+                "metadata": body["metadata"] | self.objects[plural, name]["metadata"]
+            }
+        if verb == "list":
+            return web.json_response({"items": self.listed(plural, request.query)})
         if (plural, name) not in self.objects:
             return _refused(404, f'{plural} "{name}" not found')
         if verb == "patch":
@@ -106,6 +120,9 @@ class KubernetesApi:
                 self.touch(plural, name)
             if refused := self._patch(kind, plural, name, body):
                 return refused
+        if verb == "delete":
+            self.writes.append((kind, name, {}))
+            return web.json_response(self.objects.pop((plural, name)))
         return web.json_response(self._shown(plural, name, is_scale=is_scale))
 
     def _patch(self, kind: str, plural: str, name: str, change: Any) -> web.Response | None:
@@ -113,6 +130,9 @@ class KubernetesApi:
         version = change.get("metadata", {}).get("resourceVersion")
         if version not in (None, stored["metadata"]["resourceVersion"]):
             return _refused(409, f'Operation cannot be fulfilled on {plural} "{name}"')
+        # A subresource changes its own part of an object, and the object all but that.
+        parts = {"status"} if kind.endswith("/status") else change.keys() - {"status"}
+        change = {key: x for key, x in change.items() if key in parts}
         for key in ("renewTime", "acquireTime"):
             value = change.get("spec", {}).get(key)
             if value is not None and not _MICRO_TIME.fullmatch(value):
@@ -159,6 +179,33 @@ async def kubernetes_api(folder: Path) -> AsyncIterator[tuple[KubernetesApi, Pat
         yield api, path
     finally:
         await runner.cleanup()
+
+
+def add_service(api: KubernetesApi, **spec: object) -> None:
+    """Add a PDService and the templates of its pools, and the rights of the operator."""
+    for pool in _POOLS:
+        labels = {"app.kubernetes.io/component": pool}
+        pod = {"containers": [{"name": "worker", "image": "v1", "args": ["worker"]}]}
+        api.add(
+            *("deployments", f"pdserve-{pool}"),
+            replicas=1,
+            selector={"matchLabels": dict(labels)},
+            template={"metadata": {"labels": dict(labels)}, "spec": pod},
+        )
+    pools = {x: {"deployment": f"pdserve-{x}", "replicas": 1, "canary": 1} for x in _POOLS}
+    rules = {"stepSeconds": 20, "minRequests": 10, "tolerancePercent": 2, "readySeconds": 600}
+    api.add("pdservices", "demo", **{"model": "demo", "steps": [50], **pools, **rules, **spec})
+    service = api.objects["pdservices", "demo"]
+    service |= {"apiVersion": "pdserve.dev/v1alpha1", "kind": "PDService"}
+    service["metadata"]["uid"] = "u1"
+    api.rights = rights_in("operator")
+
+
+def change_image(api: KubernetesApi, image: str) -> None:
+    """Somebody applies templates with another image."""
+    for pool in _POOLS:
+        spec = api.objects["deployments", f"pdserve-{pool}"]["spec"]
+        spec["template"]["spec"]["containers"][0]["image"] = image
 
 
 def _merge(into: dict[str, Any], change: dict[str, Any]) -> None:

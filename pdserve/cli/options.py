@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,6 +239,15 @@ def percent(share: float) -> str:
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+async def until_stopped(running: Coroutine[Any, Any, object]) -> None:
+    """Run until it ends, or SIGINT or SIGTERM cancels it."""
+    task = asyncio.ensure_future(running)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def log_to_stderr(level: str) -> None:

@@ -1,25 +1,34 @@
-"""`pdserve scaler`: as many workers on Kubernetes as the load asks for."""
+"""`pdserve scaler` and `pdserve operator`: the workers on Kubernetes follow load and changes."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import logging
-import signal
+import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdserve.cli.options import add_command, add_config_options, config_from, log_to_stderr
+from pdserve.cli.options import (
+    KEY_VARIABLE,
+    add_command,
+    add_config_options,
+    config_from,
+    log_to_stderr,
+    until_stopped,
+)
 from pdserve.config import refuse
 from pdserve.deploy.load import RouterLoads
+from pdserve.deploy.revisions import RouterWeights
 from pdserve.deploy.scaling import Bounds, ScalingRules
 from pdserve.discovery import Discovery
+from pdserve.errors import ClientError, PermissionDenied, Unauthenticated
 from pdserve.security.tls import dialer
 from pdserve.types import Role
 
 if TYPE_CHECKING:
     from pdserve.cli.options import Subparsers
+    from pdserve.config import WorkerConfig
 
 _ROLES = (Role.PREFILL, Role.DECODE)
 _DEFAULTS = ScalingRules()
@@ -53,7 +62,15 @@ def register(commands: Subparsers) -> None:
         parser.add_argument(flag, type=float, default=value, metavar=metavar, help=note)
     text = "name of the Lease (default: %(default)s)"
     parser.add_argument("--lease", default="pdserve-scaler", metavar="NAME", help=text)
-    add_config_options(parser, {"--router": "worker.routers"})
+    operator = add_command(
+        *(commands, "operator", _operate, "roll out workers on Kubernetes by canary"),
+        "Look after the PDService resources of this namespace, or that of KUBECONFIG: new pods "
+        "of a changed template get some of the requests, then more, and replace the old ones or "
+        "go, as their failures and SLOs compare. The routers are those of worker.routers; where "
+        f"they ask for a key, {KEY_VARIABLE} has an admin's. Of several such processes one leads.",
+    )
+    for each in (parser, operator):
+        add_config_options(each, {"--router": "worker.routers"})
 
 
 def _bounds(text: str) -> Bounds:
@@ -65,7 +82,7 @@ def _bounds(text: str) -> Bounds:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    from pdserve.deploy.kubernetes.api import connect, scale_of
+    from pdserve.deploy.kubernetes.api import connect, repeat, scale_of
     from pdserve.deploy.kubernetes.lease import LeaderLease
     from pdserve.deploy.kubernetes.scaler import Pool, ReplicaScaler
 
@@ -85,16 +102,32 @@ async def _run(args: argparse.Namespace) -> int:
         targets[Role(role)] = target
     pools = {role: Pool(*scale_of(targets[role]), bounds[role]) for role in bounds}
     worker, clock = config_from(args).worker, time.monotonic
-    log_to_stderr(worker.log_level)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request
+    _log(worker)
     access = dialer(worker.access, "worker.access")
     loads = RouterLoads(Discovery(worker.routers), access, worker.served_names[0])
     async with connect() as client:
         lease = LeaderLease(client, args.lease, clock)
         scaler = ReplicaScaler(client, lease, pools, rules, loads.measure, clock)
-        running = asyncio.ensure_future(scaler.run())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        await until_stopped(repeat(scaler.look, ClientError))
     return 0
+
+
+async def _operate(args: argparse.Namespace) -> int:
+    from pdserve.deploy.kubernetes.api import connect, repeat
+    from pdserve.deploy.kubernetes.lease import LeaderLease
+    from pdserve.deploy.kubernetes.operator import Operator
+
+    worker, key = config_from(args).worker, os.environ.get(KEY_VARIABLE, "")
+    _log(worker)
+    access = dialer(worker.access, "worker.access")
+    routers = RouterWeights(Discovery(worker.routers), replace(access, token=key or access.token))
+    async with connect() as client:
+        lease = LeaderLease(client, "pdserve-operator", time.monotonic)
+        operator = Operator(client, lease, routers, time.time)
+        await until_stopped(repeat(operator.look, (PermissionDenied, Unauthenticated)))
+    return 0
+
+
+def _log(worker: WorkerConfig) -> None:
+    log_to_stderr(worker.log_level)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request

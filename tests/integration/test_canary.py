@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import TYPE_CHECKING
+
+import pytest
 
 from pdserve.deploy.revisions import RouterWeights
 from pdserve.discovery import Discovery
 from pdserve.rpc import Dialer
-from pdserve.types import Role
+from pdserve.types import Role, SamplingParams
 from tests.cluster import Cluster
 from tests.integration.test_cluster import PLAIN, PROMPT
+from tests.kubernetes_api import add_service, change_image, kubernetes_api
 from tests.up_process import run_cli
 from workers.fake.settings import FakeFaults
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MODEL = "pdserve-demo"
 
@@ -62,3 +69,51 @@ async def test_a_tenth_goes_to_the_canary_and_none_is_lost_when_that_fails() -> 
         assert "pool" in text
         metrics, _ = cluster.router.metrics.render()
         assert b"pdserve_revision_requests_total{" not in metrics
+
+
+async def test_the_operator_replaces_workers_by_a_canary_at_real_routers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightkube", reason="needs the extra kubernetes")
+    from pdserve.deploy.kubernetes.api import connect
+    from pdserve.deploy.kubernetes.lease import LeaderLease
+    from pdserve.deploy.kubernetes.operator import REVISION, Operator
+
+    async with (
+        kubernetes_api(tmp_path) as (api, config),
+        Cluster() as cluster,
+    ):
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        add_service(api, model=MODEL)
+        routers, now = RouterWeights(Discovery((cluster.grpc,)), Dialer()), 0.0
+        async with connect() as client:
+            lease = LeaderLease(client, "pdserve-operator", lambda: now)
+            operator = Operator(client, lease, routers, lambda: now)
+
+            async def look() -> str:
+                """Look, start and end the workers that the Deployments ask for, and ask them."""
+                nonlocal now
+                now += 5.0
+                await operator.look()
+                wanted = {}
+                for found in api.listed("deployments", {}):
+                    if revision := found["metadata"].get("labels", {}).get(REVISION):
+                        name = found["metadata"]["name"]
+                        wanted[name] = (Role(name.split("-")[1]), revision)
+                for name in cluster.workers.keys() - wanted.keys():
+                    await cluster.kill(name)
+                for name in wanted.keys() - cluster.workers.keys():
+                    role, revision = wanted[name]
+                    await cluster.add(name, role, revision=revision)
+                await cluster.until_ready()
+                for _ in range(5):
+                    answer = await cluster.ask(PROMPT, SamplingParams(max_tokens=3))
+                    assert answer.finish_reason is not None
+                return str(api.objects["pdservices", "demo"].get("status", {}).get("revision"))
+
+            old = [await look() for _ in range(3)][-1]
+            change_image(api, "v2")
+            revisions = [await look() for _ in range(12)]
+            assert revisions[0] == old != revisions[-1]
+            assert all(revisions[-1] in name for name in cluster.workers)
+            assert cluster.router.fleet.shares == {}

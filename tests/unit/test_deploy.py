@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft4Validator
 
 from pdserve.cli import build_parser
 from pdserve.cli.options import config_from
@@ -24,7 +25,7 @@ CONFIG = DEPLOY / "base/pdserve.yaml"
 # Kustomize's own files, our configuration, and resources that the schemas do not know: those of the
 # Prometheus operator, cert-manager, KEDA and the Gateway API, which tests look at by structure.
 CHART = DEPLOY.parent / "helm/pdserve"
-OTHERS = "kustomization monitors certificates scaledobjects route"
+OTHERS = "kustomization monitors certificates scaledobjects route pdservice"
 NO_SCHEMA = {CONFIG, *(path for name in OTHERS.split() for path in DEPLOY.rglob(f"{name}.yaml"))}
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
 # The last three minors that the installed schemas know.
@@ -258,6 +259,60 @@ def test_the_scaler_reaches_what_it_scales_and_nothing_else(tmp_path: Path) -> N
     assert (subject["namespace"], subject["name"]) == ("pdserve", pod["serviceAccountName"])
     names = {x for *_, names in rights_of(found["Role", "pdserve-scaler"]) for x in names}
     assert names == {"pdserve-prefill", "pdserve-decode", args.lease}
+
+
+def test_the_operator_has_templates_and_may_set_weights(tmp_path: Path) -> None:
+    found = render(without_replicas(overlay(tmp_path, "operator", "tls")))
+    pod, spec = pod_of(found, "operator"), found["PDService", "pdserve"]["spec"]
+    for role in ("prefill", "decode"):
+        template = found["Deployment", spec[role]["deployment"]]
+        assert "replicas" not in template["spec"]
+        assert template["metadata"]["labels"]["app.kubernetes.io/component"] == role
+        # The operator adds an argument to the first container.
+        assert template["spec"]["template"]["spec"]["containers"][0]["args"][0] == "worker"
+    config = config_of(pod)
+    assert config.worker.routers == config_of(pod_of(found, "decode")).worker.routers
+    assert spec["model"] == config.worker.served_names[0]
+    (secret,) = (x["secret"]["secretName"] for x in pod["volumes"] if "secret" in x)
+    issued = [x["spec"] for (kind, _), x in found.items() if kind == "Certificate"]
+    assert [x["uris"] for x in issued if x["secretName"] == secret] == [["urn:pdserve:role:admin"]]
+    assert "limits" not in pod["containers"][0]["resources"]  # no GPU
+    (subject,) = found["RoleBinding", "pdserve-operator"]["subjects"]
+    assert (subject["namespace"], subject["name"]) == ("pdserve", pod["serviceAccountName"])
+
+
+POOL = {"deployment": "x", "replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"decode": {**POOL, "canary": 2}}, ""),
+        ({"decode": {**POOL, "canary": 3}}, "canary must not be above replicas"),
+        ({"decode": None}, "'decode' is a required property"),
+        ({"prefill": None}, "'prefill' is a required property"),
+        ({"steps": [5, 100]}, "100 is greater than the maximum"),
+        ({"model": ""}, "non-empty"),
+    ],
+)
+def test_a_service_that_cannot_be_is_refused(change: dict[str, Any], reason: str) -> None:
+    cel = pytest.importorskip("cel", reason="needs common-expression-language")
+    crd = yaml.safe_load((DEPLOY / "components/operator/crd.yaml").read_text("utf-8"))
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    service = {"model": "m", "prefill": POOL, "decode": POOL, **change}
+    service = {key: value for key, value in service.items() if value is not None}
+    refused = [x.message for x in Draft4Validator(schema).iter_errors(service)]
+    for pool in () if refused else ("prefill", "decode"):
+        told = schema["properties"][pool]
+        defaults = {k: x["default"] for k, x in told["properties"].items() if "default" in x}
+        refused += [
+            rule["message"]
+            for rule in told["x-kubernetes-validations"]
+            if not cel.evaluate(rule["rule"], {"self": {**defaults, **service[pool]}})
+        ]
+    assert bool(refused) == bool(reason)
+    assert any(reason in x for x in refused) or not reason
 
 
 def test_the_chart_is_what_the_base_makes() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pdserve.config import refuse
 from pdserve.errors import (
     ConfigError,
     Conflict,
     NotFound,
+    PdserveError,
     PermissionDenied,
     Unauthenticated,
     Unavailable,
@@ -33,9 +35,17 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
+
+    Fatal = type[PdserveError] | tuple[type[PdserveError], ...]
+
+logger = logging.getLogger(__name__)
 
 CALL_S = 3.0
+_LOOK_S = 2.0
+# Lightkube has their models; what a site wrote in a template is to be copied as it is.
+Deployment = create_namespaced_resource("apps", "v1", "Deployment", "deployments")
+PDService = create_namespaced_resource("pdserve.dev", "v1alpha1", "PDService", "pdservices")
 _ERRORS = {401: Unauthenticated, 403: PermissionDenied, 404: NotFound, 409: Conflict}
 _TARGET = re.compile(r"([a-z0-9]+)\.(v[a-z0-9]+)\.([a-z0-9.-]+)/([a-z0-9][a-z0-9.-]*)")
 
@@ -63,6 +73,22 @@ async def call(answer: Awaitable[Any]) -> Any:
     except (httpx2.HTTPError, TimeoutError) as error:
         why = str(error) or f"no answer within {CALL_S:g} s"
         raise Unavailable(f"the API server of Kubernetes: {why}") from error
+
+
+async def repeat(look: Callable[[], Awaitable[None]], fatal: Fatal) -> NoReturn:
+    """Look until cancelled. Raises `fatal` errors; the next look goes on after others."""
+    failure = ""
+    while True:
+        before, failure = failure, ""
+        try:
+            await look()
+        except PdserveError as error:
+            if isinstance(error, fatal):
+                raise
+            failure = error.message
+        if failure != before:
+            logger.warning("%s", failure or "works again")
+        await asyncio.sleep(_LOOK_S)
 
 
 async def merge(client: Any, kind: Any, name: str, change: dict[str, Any]) -> None:

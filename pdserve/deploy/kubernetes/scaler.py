@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.deploy.kubernetes.api import Pod, call, merge
 from pdserve.deploy.scaling import Scaler
-from pdserve.errors import ClientError, Conflict, NotFound, PdserveError, Unavailable
+from pdserve.errors import Conflict, NotFound, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 2.0
 _TRIES = 5
 _COST = "controller.kubernetes.io/pod-deletion-cost"
 
@@ -59,24 +58,11 @@ class ReplicaScaler:
         self._clock = clock
         self._scaler: Scaler | None = None
 
-    async def run(self) -> NoReturn:
-        """Scale until cancelled. Raises ClientError if it lacks a right or a pool does not exist;
-        waits while nobody answers."""
-        failure = ""
-        while True:
-            before, failure = failure, ""
-            try:
-                await self.look()
-            except PdserveError as error:
-                if isinstance(error, ClientError):
-                    raise
-                failure = error.message
-            if failure != before:
-                logger.warning("%s", failure or "works again")
-            await asyncio.sleep(_LOOK_S)
-
     async def look(self) -> None:
-        """Renew the lease, look at the load, and write the numbers that differ."""
+        """Renew the lease, look at the load, and write the numbers that differ.
+
+        Raises ClientError if it lacks a right or a pool does not exist, another PdserveError if
+        somebody does not answer."""
         if not await self._lease.renew():
             self._scaler = None
             return

@@ -13,7 +13,7 @@ import pytest
 from pdserve.cli import main
 from pdserve.deploy.load import Load
 from pdserve.deploy.scaling import Bounds, ScalingRules
-from pdserve.errors import ConfigError, PermissionDenied, Unavailable
+from pdserve.errors import ClientError, ConfigError, PermissionDenied, Unavailable
 from pdserve.types import Role
 from tests.kubernetes_api import KubernetesApi, Right, kubernetes_api, rights_in
 from tests.patience import WAIT_S
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.importorskip("lightkube", reason="needs the extra kubernetes")
-from pdserve.deploy.kubernetes.api import connect, scale_of
+from pdserve.deploy.kubernetes.api import connect, repeat, scale_of
 from pdserve.deploy.kubernetes.lease import DURATION_S, LeaderLease
 from pdserve.deploy.kubernetes.scaler import Pool, ReplicaScaler
 
@@ -182,7 +182,7 @@ async def test_a_missing_right_ends_it_and_is_named(setup: Setup, missing: Right
     scaler = await setup.start()
     verb, kind, _ = missing
     with pytest.raises(PermissionDenied, match=f'cannot {verb} resource "{kind}"'):
-        await asyncio.wait_for(scaler.run(), WAIT_S)
+        await asyncio.wait_for(repeat(scaler.look, ClientError), WAIT_S)
     assert setup.scaled() == []
 
 
