@@ -17,7 +17,7 @@ import pytest
 from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
-from router import main
+from router import main, request
 from router.fleet import registry
 from router.placement import cost
 from tests.cluster import LEASE_S, Cluster
@@ -41,6 +41,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     monkeypatch.setattr(cost, "REFIT_S", 0.0)
     monkeypatch.setattr(cost, "MAX_PAIRS", KEPT)
     monkeypatch.setattr(main, "DECISIONS_KEPT", KEPT)
+    monkeypatch.setattr(request, "RECORDS_KEPT", KEPT)
     monkeypatch.setattr(main, "PREFIX_BLOCKS", 64)
     router: dict[str, Any] = {
         "policy": "slo_aware",
