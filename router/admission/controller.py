@@ -303,9 +303,10 @@ class AdmissionController:
         retry_after_s = model.promises.make(entry.identity, model.rate.interval_s(now), now)
         retry_after_s = max(retry_after_s, float(math.ceil(late_s)))
         kind: type[PdserveError] = Unavailable
-        told = f"the answer is predicted {late_s:.2f} s after its deadline"
+        by = f"{late_s:.2f} s" if late_s >= 0.01 else "just"
+        told = f"the answer is predicted {by} after its deadline"
         if entry.late_reason is Refusal.SLO_UNREACHABLE:
-            kind, told = Overloaded, f"the predicted TTFT is {late_s:.2f} s over the limit"
+            kind, told = Overloaded, f"the predicted TTFT is {by} over the limit"
         text = f"{told}; retry in {retry_after_s:.0f} s"
         return kind(text, retry_after_s=retry_after_s, reason=entry.late_reason)
 
