@@ -3,12 +3,15 @@ worker. docs/clients.md says what each of them does."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jsonschema_rs
+import openai
 import pytest
 
 from tests.patience import WAIT_S
@@ -17,6 +20,9 @@ from tests.up_process import ROOT, up
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# BFCL's names of types, and JSON Schema's.
+TYPES = {"dict": "object", "float": "number", "tuple": "array"}
+BFCL = ("simple_python", "live_simple", "multiple", "live_multiple")
 CLIENTS = ROOT / "tests" / "clients"
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 NODE = shutil.which("node")
@@ -99,3 +105,61 @@ assert result["completed"] == 8 and result["failed"] == 0, result
 def test_node_client(client: str, url: str) -> None:
     assert NODE is not None
     run(NODE, str(CLIENTS / "clients.mjs"), client, url)
+
+
+def json_schema(bfcl: dict[str, Any]) -> dict[str, Any]:
+    """JSON Schema of a parameter as BFCL writes it. The demo model need not end a text or a list by
+    itself, so both are short."""
+    schema: dict[str, Any] = {
+        name: bfcl[name] for name in ("type", "enum", "required", "maximum") if name in bfcl
+    }
+    kind: Any = TYPES.get(bfcl["type"], bfcl["type"])
+    if kind == "any":
+        kind = ["string", "integer", "boolean"]
+    schema["type"] = kind
+    if kind == "object":
+        schema["properties"] = {k: json_schema(v) for k, v in bfcl.get("properties", {}).items()}
+        schema["additionalProperties"] = False
+    elif kind == "array":
+        schema |= {"items": json_schema(bfcl["items"]), "maxItems": 3}
+    elif "string" in kind and "enum" not in bfcl:
+        schema["maxLength"] = 24
+    return schema
+
+
+def bfcl_functions() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A question with one of its functions, of some rows of each file."""
+    (data,) = PYTHON.parents[1].glob("lib/python3*/site-packages/bfcl_eval/data")
+    for name in BFCL:
+        rows = (data / f"BFCL_v4_{name}.json").read_text().splitlines()
+        for line in rows[:: len(rows) // 12]:
+            row = json.loads(line)
+            yield row["question"][0][-1]["content"], row["function"][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (PYTHON.parents[1] / "installed").exists(),
+    reason="needs the environment that `make test-tools` makes",
+)
+def test_a_forced_call_of_a_function_of_bfcl_follows_its_schema(url: str) -> None:
+    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    asked = list(bfcl_functions())
+    whole = 0
+    for question, found in asked:
+        name, schema = found["name"].replace(".", "_"), json_schema(found["parameters"])
+        (choice,) = client.chat.completions.create(
+            model="pdserve-demo",
+            messages=[{"role": "user", "content": question[:400]}],
+            tools=[{"type": "function", "function": {"name": name, "parameters": schema}}],
+            tool_choice={"type": "function", "function": {"name": name}},
+            temperature=0,
+            max_tokens=400,
+        ).choices
+        (call,) = choice.message.tool_calls
+        assert call.function.name == name
+        # A small model may fill the space between two values until its answer is cut.
+        if choice.finish_reason != "length":
+            jsonschema_rs.validate(schema, json.loads(call.function.arguments))
+            whole += 1
+    assert whole > len(asked) / 2, f"{whole} of {len(asked)} calls were not cut"
