@@ -463,6 +463,7 @@ class WorkerConfig(_Section, frozen=True):
     otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
     drain_timeout_s: Seconds after which the streams of a stopping worker are moved.
     log_level: Lowest level that is logged.
+    warm: Load the model, and take no requests before the worker is undrained.
     """
 
     worker_id: str = ""
@@ -486,6 +487,7 @@ class WorkerConfig(_Section, frozen=True):
     otlp_endpoint: Endpoint = ""
     drain_timeout_s: Amount = 30.0
     log_level: LogLevel = "info"
+    warm: bool = False
 
     def __post_init__(self) -> None:
         for entry in self.routers:
@@ -557,15 +559,20 @@ class ScaledRoleConfig(RoleConfig, frozen=True):
 
     max_workers: Most workers. Between `workers` and these their number follows the load. 0: it is
         `workers`.
+    warm_workers: Of those that do not run yet, how many are loaded, and take requests at once when
+        the load asks for them.
     """
 
     max_workers: Annotated[int, Meta(ge=0, le=1024)] = 0
+    warm_workers: Count = 0
 
     def __post_init__(self) -> None:
         if 0 < self.max_workers < max(1, self.workers):
             refuse("max_workers", f"must not be below workers, which is {self.workers}")
         if self.max_workers and not self.workers:
             refuse("workers", "must be at least 1 if max_workers is given")
+        if self.warm_workers > self.most - self.workers:
+            refuse("warm_workers", "must not be above max_workers less workers")
 
     @property
     def most(self) -> int:

@@ -11,7 +11,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
-from pdserve.local.child import Reports
+from pdserve.local.child import TAKE_REQUESTS, Reports
 from pdserve.local.gpus import gpu_environment
 from workers.engines import make_engine
 from workers.server import WorkerServer
@@ -86,8 +86,11 @@ async def _run(config: WorkerConfig, reports: Reports) -> int:
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
     for number in _SIGNALS:
         loop.add_signal_handler(number, signals.put_nowait, number)
+    promoted = asyncio.Event()
+    loop.add_signal_handler(TAKE_REQUESTS, promoted.set)
     try:
-        failure = await _unless(signals, _serve(server, reports, config.served_names[0]))
+        serving = _serve(server, reports, config.served_names[0], promoted)
+        failure = await _unless(signals, serving)
         if failure is None and hasattr(server.routers, "info"):
             await _unless(signals, server.drain(config.drain_timeout_s, stop=True))
     except ConfigError:
@@ -107,23 +110,32 @@ async def _run(config: WorkerConfig, reports: Reports) -> int:
     return EXIT_FAILED
 
 
-async def _serve(server: WorkerServer, reports: Reports, model: str) -> str | None:
-    """Start and serve until the worker is told to stop (None) or fails (return why)."""
+async def _serve(
+    server: WorkerServer, reports: Reports, model: str, promoted: asyncio.Event
+) -> str | None:
+    """Start and serve until the worker is told to stop (None) or fails (return why). A warm worker
+    takes requests once it is `promoted`."""
     reports.doing(f"loading {model}")
     info = await server.start()
     logger.info("worker %s (%s) serves at %s", info.worker_id, info.role, info.address)
     reports.doing("registering")
     failed, refused = server.service.failed, server.routers.failed
     registered = asyncio.ensure_future(server.registered())
+    promotion = asyncio.ensure_future(promoted.wait())
     ends: set[asyncio.Future[Any]] = {failed, refused, server.told_to_stop}
     try:
         await asyncio.wait({registered, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if registered.done():
             facts = {"worker_id": info.worker_id, "role": info.role}
             reports.ready({**facts, "address": info.address, "debug": info.debug_address})
+            await asyncio.wait({promotion, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if promotion.done():
+                await server.undrain()
+                logger.info("takes requests")
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         registered.cancel()
+        promotion.cancel()
     if failed.done():
         return f"the engine died: {failed.result()}"
     return str(refused.result()) if refused.done() else None

@@ -71,7 +71,7 @@ class WorkerServer(WorkerServicer):
         self._health = health.aio.HealthServicer()
         self._gpus = Gpus()
         self._is_stopping = False
-        self._is_out = False  # drained by an operator or a signal
+        self._is_out = config.warm  # drained by an operator or a signal, or from the start
         self._began = time.monotonic()
         self._guard = make_guard(config.access, shared_with=Party.ROUTER)
         self.routers = Registrations(config.routers, dialer=dialer(config.access))
@@ -85,6 +85,7 @@ class WorkerServer(WorkerServicer):
             routers=self.routers,
             guard=self._guard,
             tracing=self._tracing,
+            draining=config.warm,
         )
 
     @property

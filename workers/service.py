@@ -120,6 +120,7 @@ class WorkerService:
         routers: Registrations | None = None,
         guard: Guard | None = None,
         tracing: Tracing | None = None,
+        draining: bool = False,
     ) -> None:
         self.instance_id = instance_id
         self.role = role
@@ -143,7 +144,7 @@ class WorkerService:
         self._streams: dict[int, _Stream] = {}
         self._adapter_lock = asyncio.Lock()
         self._held: deque[int] = deque(maxlen=_MAX_HELD)  # ended prefills, by engine stream id
-        self._is_draining = False
+        self._is_draining = draining
         self._is_announcing = False
         self._is_closing = False
         self._idle = asyncio.Event()

@@ -18,6 +18,8 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+# Sent to a worker that was started with `worker.warm`: from now on it takes requests.
+TAKE_REQUESTS = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 

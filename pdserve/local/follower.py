@@ -36,14 +36,17 @@ class LoadFollower:
         self._scaler = Scaler(bounds, rules, {pool.role: pool.least for pool in pools})
         self._measure = measure
 
-    async def look(self, running: Collection[str], now: float) -> list[Change]:
-        """Return what has to change, given the names of the workers that run. The workers with the
-        fewest open streams stop. Raises PdserveError if no router tells the load."""
+    async def look(
+        self, running: Collection[str], warm: Collection[str], now: float
+    ) -> list[Change]:
+        """Return what has to change, given the names of the workers that run and of those that are
+        loaded, which start first. The workers with the fewest open streams stop. Raises
+        PdserveError if no router tells the load."""
         load, changes = await self._measure(), []
         for role, wanted in self._scaler.decide(load.needs, now).items():
             names = self._pools[role].names
             there = [name for name in names if name in running]
-            spare = [name for name in names if name not in running]
+            spare = sorted((x for x in names if x not in running), key=lambda x: x not in warm)
             idlest = sorted(there, key=lambda name: load.streams.get(name, 0))
             if wanted != len(there):
                 need = f"{load.needs[role]:.1f}" if role in load.needs else "unknown"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdserve.config import WorkerConfig, refuse, served_names
+from pdserve.config import ScaledRoleConfig, WorkerConfig, refuse, served_names
 from pdserve.local.gpus import memory_share, share_gpus
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pdserve.local.gpus import Wanted
     from pdserve.types import Role
 
-_CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus")
+_CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus", "warm")
 # Engine arguments that set the use of GPU memory.
 _OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 # An engine with a GPU is better off with as many cores on its socket than with all cores of both.
@@ -59,12 +59,14 @@ def router_configs(config: Config) -> dict[str, RouterConfig]:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The workers of one role of a model by name, and how many of them run at least."""
+    """The workers of one role of a model by name, how many of them run at least, and how many of
+    the others are loaded."""
 
     model: str
     role: Role
     names: tuple[str, ...]
     least: int
+    warm: int = 0
 
 
 def worker_pools(config: Config) -> list[Pool]:
@@ -77,7 +79,8 @@ def worker_pools(config: Config) -> list[Pool]:
             numbers = range(counts[role], counts[role] + pool.most)
             counts[role] += pool.most
             names = tuple(f"{role}-{i}" for i in numbers)
-            found.append(Pool(name, role, names, pool.workers))
+            warm = pool.warm_workers if isinstance(pool, ScaledRoleConfig) else 0
+            found.append(Pool(name, role, names, pool.workers, warm))
     return found
 
 

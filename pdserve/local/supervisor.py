@@ -32,6 +32,7 @@ from pdserve.discovery import Discovery
 from pdserve.errors import PdserveError
 from pdserve.hub import with_directories
 from pdserve.local import specs
+from pdserve.local.child import TAKE_REQUESTS
 from pdserve.local.follower import Change, LoadFollower
 from pdserve.local.forkserver import ForkServer, launch
 from pdserve.local.gpus import gpus_for, is_cpu_build
@@ -85,7 +86,7 @@ def vllm_forkserver(run_dir: Path) -> ForkServer | None:
 class Child:
     """A router or a worker, however often it was restarted. `process` is None while none runs.
     `facts` are its addresses, known from the first time that it is ready. One that is not `wanted`
-    must have ended at `leaves_by`."""
+    must have ended at `leaves_by`. A `warm` one has loaded its model and takes no requests."""
 
     name: str
     log: Path
@@ -95,6 +96,7 @@ class Child:
     known: asyncio.Event = field(default_factory=asyncio.Event)
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     leaves_by: float = 0.0
+    warm: bool = False
     ready_at: float | None = None
     failure: str = ""
     reports: int = 0
@@ -144,11 +146,9 @@ class Supervisor:
             self._forkserver = forkserver or vllm_forkserver(self._run_dir)
         names = (*self._routers, *self._workers)
         self._children = {name: Child(name, self._run_dir / f"{name}.log") for name in names}
-        for name in (
-            *self._routers,
-            *(x for pool in self._pools for x in pool.names[: pool.least]),
-        ):
+        for name in (*self._routers, *(x for p in self._pools for x in p.names[: p.least])):
             self._children[name].wanted.set()
+        self._keep_warm()
         self._keepers: dict[str, asyncio.Task[int]] = {}
         self._is_serving = self._is_stopping = False
         # Signals: the first one stops, the second one kills.
@@ -162,7 +162,7 @@ class Supervisor:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._forget_ready_file()
-        self._display.starting((*self._routers, *self._running()), self._run_dir)
+        self._display.starting(self._wanted(), self._run_dir)
         for child in self._children.values():
             self._keepers[child.name] = asyncio.create_task(self._keep(child))
         starting = asyncio.create_task(self._until_ready())
@@ -214,9 +214,9 @@ class Supervisor:
         try:
             while not (await asyncio.wait({serving}, timeout=_LOOK_S))[0]:
                 starting = {
-                    c.name: (c.pid, c.reports)
-                    for c in self._children.values()
-                    if c.wanted.is_set() and not c.facts
+                    name: (self._children[name].pid, self._children[name].reports)
+                    for name in self._wanted()
+                    if not self._children[name].facts
                 }
                 # All have started, and register: that reports nothing.
                 starting = starting or dict.fromkeys(self._running(), (os.getpid(), -1))
@@ -229,7 +229,7 @@ class Supervisor:
             serving.cancel()
 
     async def _until_serving(self) -> int:
-        for name in (*self._routers, *self._running()):
+        for name in self._wanted():
             await self._children[name].known.wait()
         for address in self._addresses():
             await self._until_registered(address)
@@ -250,9 +250,21 @@ class Supervisor:
                     )
                     ready |= {x.info.worker_id for x in listed.workers if x.state == "ready"}
 
+    def _wanted(self) -> list[str]:
+        return [child.name for child in self._children.values() if child.wanted.is_set()]
+
     def _running(self) -> list[str]:
-        """Return the names of the workers that are wanted."""
-        return [name for name in self._workers if self._children[name].wanted.is_set()]
+        """Return the names of the workers that are to take requests."""
+        return [x for x in self._wanted() if x in self._workers and not self._children[x].warm]
+
+    def _keep_warm(self) -> None:
+        """Start workers in the place of warm ones that take requests now."""
+        for pool in self._pools:
+            spare = [self._children[name] for name in pool.names if name not in self._running()]
+            spare.sort(key=lambda child: not child.wanted.is_set())
+            for child in spare[: pool.warm]:
+                child.warm = True
+                child.wanted.set()
 
     def _followers(self) -> list[LoadFollower]:
         """Return one for each model whose number of workers may change."""
@@ -278,17 +290,27 @@ class Supervisor:
             await asyncio.sleep(_SCALE_S)
             changes, now = list[Change](), time.monotonic()
             with contextlib.suppress(PdserveError):  # no router answers: the workers stay
-                changes = await follower.look(self._running(), now)
+                warm = [name for name, child in self._children.items() if child.warm]
+                changes = await follower.look(self._running(), warm, now)
             for change in changes:
                 self._display.tell(change.reason)
                 for name in change.start:
-                    self._children[name].wanted.set()
+                    child = self._children[name]
+                    if child.warm:
+                        # One that is still loading is started anew, to take requests.
+                        is_loaded = child.ready_at is not None
+                        child.send(TAKE_REQUESTS if is_loaded else signal.SIGTERM)
+                        how = "was loaded, and" if is_loaded else "starts anew, and"
+                        self._display.tell(f"{name} {how} takes requests")
+                    child.warm = False
+                    child.wanted.set()
                 for name in change.stop:
                     child = self._children[name]
                     child.wanted.clear()
                     child.leaves_by = now + grace_s
                     child.send(signal.SIGTERM)
             if changes:
+                self._keep_warm()
                 self._announce()
             for child in self._children.values():
                 if not child.wanted.is_set() and now > child.leaves_by:
@@ -364,7 +386,8 @@ class Supervisor:
 
     def _config_of(self, child: Child) -> dict[str, object]:
         if child.name in self._workers:
-            worker = replace(self._workers[child.name], routers=self._addresses())
+            worker = self._workers[child.name]
+            worker = replace(worker, routers=self._addresses(), warm=child.warm)
             return {"worker": to_mapping(worker)}
         router = self._routers[child.name]
         if child.facts:  # a router that is restarted keeps its ports
@@ -439,7 +462,7 @@ class Supervisor:
         workers = [
             {**entries[name], "worker_id": name, "role": worker.role.value}
             for name, worker in self._workers.items()
-            if self._children[name].wanted.is_set() and self._children[name].facts
+            if name in self._running() and self._children[name].facts
         ]
         content = {
             "pid": os.getpid(),

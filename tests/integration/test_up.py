@@ -225,23 +225,26 @@ def test_a_process_that_dies_while_serving_is_started_again(tmp_path: Path, vict
 def test_decode_workers_follow_the_load_and_no_answer_is_lost(tmp_path: Path) -> None:
     seats = "worker.engine_args={step_s: 0.02, max_num_seqs: 4}"
     times = ("--set", "up.scaling.up_after_s=0.5", "--set", "up.scaling.down_after_s=1")
-    scaled = ("--max-decode", "2", "--set", seats, *times)
+    warm = ("--set", "up.decode.warm_workers=1")
+    scaled = ("--max-decode", "2", *warm, "--set", seats, *times)
     with up(tmp_path, *scaled) as running, ThreadPoolExecutor(16) as pool:
         ready = running.wait_until_serving()
         assert [x["worker_id"] for x in ready["workers"]] == ["prefill-0", "decode-0"]
+        states = {x["info"]["worker_id"]: x["state"] for x in workers_of(ready["grpc"])}
+        assert states == {"prefill-0": "ready", "decode-0": "ready", "decode-1": "drained"}
 
         def whole(_: int) -> bytes:
             with ask(ready["http"], max_tokens=200) as response:
                 return response.read()
 
         answers = [pool.submit(whole, number) for number in range(12)]
-        running.wait_for_line("decode-1 is ready")
+        running.wait_for_line("decode-1 was loaded, and takes requests")
         names = [x["worker_id"] for x in json.loads(running.ready_path.read_text())["workers"]]
         assert names == ["prefill-0", "decode-0", "decode-1"]
         for answer in answers:
             assert b'"finish_reason":"length"' in answer.result(WAIT_S)
         running.wait_for_line("1 decode workers instead of 2")
-        running.wait_for_line("has ended")
+        running.wait_for_line("has ended and is restarted")  # as a warm one
         with ask(ready["http"]) as response:
             assert response.read().endswith(b"data: [DONE]\n\n")
         running.send(signal.SIGINT)

@@ -28,15 +28,15 @@ async def test_spare_workers_start_and_the_idlest_stop() -> None:
         return Load({Role.DECODE: need}, streams)
 
     follower = LoadFollower([Pool("m", Role.DECODE, NAMES, 1)], RULES, measure)
-    assert await follower.look(["decode-0"], 0.0) == []
-    (change,) = await follower.look(["decode-0"], 2.0)
-    assert (list(change.start), list(change.stop)) == (["decode-1"], [])
-    assert change.reason == "2 decode workers instead of 1: the load needs 3.0"
-    (change,) = await follower.look(["decode-0", "decode-1"], 4.0)
+    assert await follower.look(["decode-0"], (), 0.0) == []
+    (change,) = await follower.look(["decode-0"], ["decode-2"], 2.0)
     assert (list(change.start), list(change.stop)) == (["decode-2"], [])
+    assert change.reason == "2 decode workers instead of 1: the load needs 3.0"
+    (change,) = await follower.look(["decode-0", "decode-2"], (), 4.0)
+    assert (list(change.start), list(change.stop)) == (["decode-1"], [])
     need = 0.5
-    assert await follower.look(NAMES, 4.5) == []
-    (change,) = await follower.look(NAMES, 7.0)
+    assert await follower.look(NAMES, (), 4.5) == []
+    (change,) = await follower.look(NAMES, (), 7.0)
     assert (list(change.start), list(change.stop)) == ([], ["decode-1"])
 
 
@@ -50,6 +50,7 @@ def test_pools_have_the_names_of_all_workers_that_may_run() -> None:
     ("changes", "key"),
     [
         ({"up.decode.workers": 3, "up.decode.max_workers": 2}, "up.decode.max_workers"),
+        ({"up.decode.max_workers": 2, "up.decode.warm_workers": 2}, "up.decode.warm_workers"),
         ({"up.decode.max_workers": 2, "router.roles.auto": True}, "router.roles.auto"),
     ],
 )
