@@ -292,8 +292,9 @@ class Supervisor:
             with contextlib.suppress(PdserveError):  # no router answers: the workers stay
                 warm = [name for name, child in self._children.items() if child.warm]
                 changes = await follower.look(self._running(), warm, now)
+            told: list[str] = []
             for change in changes:
-                self._display.tell(change.reason)
+                told.append(change.reason)
                 for name in change.start:
                     child = self._children[name]
                     if child.warm:
@@ -301,7 +302,7 @@ class Supervisor:
                         is_loaded = child.ready_at is not None
                         child.send(TAKE_REQUESTS if is_loaded else signal.SIGTERM)
                         how = "was loaded, and" if is_loaded else "starts anew, and"
-                        self._display.tell(f"{name} {how} takes requests")
+                        told.append(f"{name} {how} takes requests")
                     child.warm = False
                     child.wanted.set()
                 for name in change.stop:
@@ -312,6 +313,8 @@ class Supervisor:
             if changes:
                 self._keep_warm()
                 self._announce()
+            for line in told:
+                self._display.tell(line)
             for child in self._children.values():
                 if not child.wanted.is_set() and now > child.leaves_by:
                     child.send(signal.SIGKILL)
