@@ -77,7 +77,8 @@ class Cluster:
     """Owns a router and its workers. Workers are named prefill-0, decode-0, aggregated-0, ...
 
     `engine_args` are those of every fake engine (workers/fake/settings.py), `router` goes over the
-    router's configuration. Workers register with `other_routers` too, if they are there or not.
+    router's configuration, `worker` over every worker's. Workers register with `other_routers` too,
+    if they are there or not.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Cluster:
         aggregated: int = 0,
         engine_args: dict[str, object] | None = None,
         router: dict[str, Any] | None = None,
+        worker: dict[str, Any] | None = None,
         other_routers: Sequence[str] = (),
     ) -> None:
         counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
@@ -105,6 +107,7 @@ class Cluster:
             "slo": NOBODY_LATE,
             **(router or {}),
         }
+        self._worker_values = worker or {}
         self._other_routers = tuple(other_routers)
         self._stack = AsyncExitStack()
         self._engines: dict[str, FakeEngine] = {}
@@ -202,6 +205,7 @@ class Cluster:
             kv=KvConfig(lease_s=LEASE_S),
             revision=revision,
             engine_args={**self._engine_args, **(engine_args or {})},
+            **self._worker_values,
         )
         instance_id = f"{name}-instance-{len(self._engines)}"
         engine = make_engine(config, instance_id)

@@ -3,9 +3,12 @@ worker. docs/clients.md says what each of them does."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
+import signal
+import struct
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 import jsonschema_rs
 import openai
 import pytest
+from tokenizers import Tokenizer
 
+from tests.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.up_process import ROOT, up
+from workers.fake import model as fake_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 # BFCL's names of types, and JSON Schema's.
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}
@@ -26,6 +33,8 @@ BFCL = ("simple_python", "live_simple", "multiple", "live_multiple")
 CLIENTS = ROOT / "tests" / "clients"
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 NODE = shutil.which("node")
+CODEX = CLIENTS / "node_modules" / ".bin" / "codex"
+DEMO = ROOT / "pdserve" / "demo" / "model"
 ENV = {
     **os.environ,
     # No client reports home or asks a hub for a file while a test runs.
@@ -91,7 +100,7 @@ result = main(parser.parse_args(sys.argv[1:-1] + ["--model", sys.argv[-1]]))
 assert result["completed"] == 8 and result["failed"] == 0, result
 """
     lengths = ["--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "8"]
-    tokenizer = ["--tokenizer", str(ROOT / "pdserve" / "demo" / "model")]
+    tokenizer = ["--tokenizer", str(DEMO)]
     options = ["--base-url", url, "--dataset-name", "random", *lengths, *tokenizer]
     run(sys.executable, "-c", code, *options)
 
@@ -105,6 +114,82 @@ assert result["completed"] == 8 and result["failed"] == 0, result
 def test_node_client(client: str, url: str) -> None:
     assert NODE is not None
     run(NODE, str(CLIENTS / "clients.mjs"), client, url)
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    """Have fake engines say `answers` in the demo model's tokens: the n-th to a conversation with n
+    results of tools. Their KV becomes (n, number of tokens said)."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    result = tokenizer.token_to_id("<|tool|>")
+    said = [[*tokenizer.encode(x).ids, fake_model.EOS] for x in answers]
+
+    def kv_of(token_ids: Sequence[int], adapter: str = "") -> bytes:
+        return struct.pack("<II", token_ids.count(result), 0)
+
+    def extend(kv: bytes, token_ids: Sequence[int]) -> bytes:
+        n, tokens = struct.unpack("<II", kv)
+        return struct.pack("<II", n, tokens + len(token_ids))
+
+    def next_token(kv: bytes, *_: object) -> int:
+        n, tokens = struct.unpack("<II", kv)
+        return said[n][tokens]
+
+    def text_of(token_id: int) -> str:
+        text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+        return "" if token_id == fake_model.EOS else text
+
+    for replacement in (kv_of, extend, next_token, text_of):
+        monkeypatch.setattr(fake_model, replacement.__name__, replacement)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    NODE is None or not CODEX.exists(),
+    reason="needs Node, and the packages that `make test-tools` installs",
+)
+async def test_a_turn_of_codex_runs_the_command_that_the_model_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its instructions and tools are longer than the demo model's context, so fake engines serve it.
+    demo, home, folder = tmp_path / "model", tmp_path / "home", tmp_path / "folder"
+    shutil.copytree(DEMO, demo)
+    config = json.loads((demo / "config.json").read_text()) | {"max_position_embeddings": 1 << 16}
+    (demo / "config.json").write_text(json.dumps(config))
+    home.mkdir()
+    folder.mkdir()
+    call = {"name": "exec_command", "arguments": {"cmd": "echo written by a tool > note"}}
+    script(monkeypatch, f"<tool_call>{json.dumps(call)}</tool_call>", "The note is written.")
+    worker = {"model": str(demo), "model_names": ("pdserve-demo",)}
+    async with Cluster(prefill=1, decode=1, worker=worker) as cluster:
+        provider = f'{{name="pdserve", base_url="http://{cluster.http}/v1", wire_api="responses"}}'
+        settings = {
+            "model": '"pdserve-demo"',
+            "model_provider": '"pdserve"',
+            "model_providers.pdserve": provider,
+            "analytics.enabled": "false",
+            "check_for_update_on_startup": "false",
+        }
+        options = [x for key, value in settings.items() for x in ("-c", f"{key}={value}")]
+        # Without its sandbox, which not every container allows.
+        options += ["--skip-git-repo-check", "--sandbox", "danger-full-access", "--json"]
+        process = await asyncio.create_subprocess_exec(
+            *(str(CODEX), "exec", *options, "Write a note."),
+            cwd=folder,
+            env={**ENV, "CODEX_HOME": str(home)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            raise
+    assert process.returncode == 0, output.decode()
+    assert (folder / "note").read_text() == "written by a tool\n", output.decode()
+    assert "The note is written." in output.decode()
 
 
 def json_schema(bfcl: dict[str, Any]) -> dict[str, Any]:
