@@ -30,8 +30,10 @@ HEADERS := $(wildcard kv_transfer/*.h)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 TOOLS := chromium prometheus buildah mmdebstrap
-# The Python clients of tests/slow/test_clients.py; their pins conflict with ours.
+# The Python clients of tests/slow/test_clients.py; their pins conflict with ours. Those that make
+# load need torch and transformers: they see the project's, behind packages of their own.
 CLIENTS := .venv-clients
+LOAD_CLIENTS := .venv-load-clients
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
@@ -69,16 +71,20 @@ test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why 
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); \
 		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
 
-test-tools: test-programs $(CLIENTS)/installed tests/clients/node_modules ## what some slow tests use, and are skipped without
+test-tools: test-programs $(CLIENTS)/installed $(LOAD_CLIENTS)/installed tests/clients/node_modules ## what some slow tests use, and are skipped without
 
 test-programs: ## part of test-tools, as root on Debian: its programs
 	apt-get update -q
 	apt-get install -q -y --no-install-recommends $(TOOLS)
 
-$(CLIENTS)/installed: requirements/clients.lock | $(BIN)/python
-	@$(BIN)/python -m venv --clear $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
+$(CLIENTS)/installed $(LOAD_CLIENTS)/installed: .venv-%/installed: requirements/%.lock | $(STAMP)
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(SEE_PROJECT)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
 	@touch $@
+
+$(LOAD_CLIENTS)/installed: SEE_PROJECT = packages() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	packages $(VENV) > "$$(packages $(@D))/project.pth"
 
 tests/clients/node_modules: tests/clients/package-lock.json
 	@cd tests/clients && npm ci --no-audit --no-fund --ignore-scripts
@@ -129,7 +135,7 @@ bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace
 	$(BIN)/pdserve bench compare --arms 1P1D,2A --trace chat --kv-cache-mib 512 $(ARGS)
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(CLIENTS) tests/clients/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(LOAD_CLIENTS) tests/clients/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f $(EXTENSIONS:.c=.*.so)
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

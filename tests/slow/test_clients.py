@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 # BFCL's names of types, and JSON Schema's.
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 BFCL = ("simple_python", "live_simple", "multiple", "live_multiple")
+MODEL = "pdserve-demo"
 CLIENTS = ROOT / "tests" / "clients"
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 NODE = shutil.which("node")
+LOAD_CLIENTS = ROOT / ".venv-load-clients"
 CODEX = CLIENTS / "node_modules" / ".bin" / "codex"
 DEMO = ROOT / "pdserve" / "demo" / "model"
 ENV = {
@@ -51,10 +53,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.wait_until_serving()["http"]
 
 
-def run(*words: str) -> None:
+def run(*words: str, cwd: Path | None = None, env: dict[str, str] = ENV) -> None:
     done = subprocess.run(
-        [*words, "pdserve-demo"],
-        env=ENV,
+        words,
+        cwd=cwd,
+        env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -84,7 +87,7 @@ def run(*words: str) -> None:
     ],
 )
 def test_python_client(client: str, url: str) -> None:
-    run(str(PYTHON), str(CLIENTS / "clients.py"), client, url)
+    run(str(PYTHON), str(CLIENTS / "clients.py"), client, url, MODEL)
 
 
 @pytest.mark.slow
@@ -102,7 +105,44 @@ assert result["completed"] == 8 and result["failed"] == 0, result
     lengths = ["--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "8"]
     tokenizer = ["--tokenizer", str(DEMO)]
     options = ["--base-url", url, "--dataset-name", "random", *lengths, *tokenizer]
-    run(sys.executable, "-c", code, *options)
+    run(sys.executable, "-c", code, *options, MODEL)
+
+
+needs_load_clients = pytest.mark.skipif(
+    not (LOAD_CLIENTS / "installed").exists(),
+    reason="needs the environment that `make test-tools` makes",
+)
+
+
+@pytest.mark.slow
+@needs_load_clients
+def test_guidellm(url: str, tmp_path: Path) -> None:
+    options = ["--backend", f"kind=openai_http,target={url}"]
+    options += ["--profile", "kind=concurrent,streams=4"]
+    options += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"]
+    options += ["--tokenizer", f"kind=huggingface_auto,model={DEMO}"]
+    options += ["--constraint", "kind=max_requests,count=16", "--disable-console"]
+    run(str(LOAD_CLIENTS / "bin" / "guidellm"), "run", *options, cwd=tmp_path)
+    (benchmark,) = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert totals == {"successful": 16, "errored": 0, "incomplete": 0, "total": 16}
+
+
+@pytest.mark.slow
+@needs_load_clients
+@pytest.mark.parametrize("endpoint", ["chat", "completions", "responses", "messages"])
+def test_aiperf(endpoint: str, url: str, tmp_path: Path) -> None:
+    options = ["--model", MODEL, "--url", url, "--endpoint-type", endpoint, "--streaming"]
+    options += ["--tokenizer", str(DEMO), "--request-count", "16", "--concurrency", "4"]
+    options += ["--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "16"]
+    options += ["--ui", "none", "--artifact-dir", str(tmp_path)]
+    # It takes a tokenizer's directory for a name on the hub if it is told to be offline.
+    online = {key: value for key, value in ENV.items() if key != "HF_HUB_OFFLINE"}
+    run(str(LOAD_CLIENTS / "bin" / "aiperf"), "profile", *options, env=online)
+    (found,) = tmp_path.rglob("profile_export_aiperf.json")
+    result = json.loads(found.read_text())
+    assert result["request_count"]["avg"] == 16
+    assert result["error_summary"] == []
 
 
 @pytest.mark.slow
@@ -113,7 +153,7 @@ assert result["completed"] == 8 and result["failed"] == 0, result
 @pytest.mark.parametrize("client", ["openai", "ai_sdk_openai", "ai_sdk_compatible"])
 def test_node_client(client: str, url: str) -> None:
     assert NODE is not None
-    run(NODE, str(CLIENTS / "clients.mjs"), client, url)
+    run(NODE, str(CLIENTS / "clients.mjs"), client, url, MODEL)
 
 
 def script(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
@@ -159,11 +199,11 @@ async def test_a_turn_of_codex_runs_the_command_that_the_model_asks_for(
     folder.mkdir()
     call = {"name": "exec_command", "arguments": {"cmd": "echo written by a tool > note"}}
     script(monkeypatch, f"<tool_call>{json.dumps(call)}</tool_call>", "The note is written.")
-    worker = {"model": str(demo), "model_names": ("pdserve-demo",)}
+    worker = {"model": str(demo), "model_names": (MODEL,)}
     async with Cluster(prefill=1, decode=1, worker=worker) as cluster:
         provider = f'{{name="pdserve", base_url="http://{cluster.http}/v1", wire_api="responses"}}'
         settings = {
-            "model": '"pdserve-demo"',
+            "model": f'"{MODEL}"',
             "model_provider": '"pdserve"',
             "model_providers.pdserve": provider,
             "analytics.enabled": "false",
@@ -234,7 +274,7 @@ def test_a_forced_call_of_a_function_of_bfcl_follows_its_schema(url: str) -> Non
     for question, found in asked:
         name, schema = found["name"].replace(".", "_"), json_schema(found["parameters"])
         (choice,) = client.chat.completions.create(
-            model="pdserve-demo",
+            model=MODEL,
             messages=[{"role": "user", "content": question[:400]}],
             tools=[{"type": "function", "function": {"name": name, "parameters": schema}}],
             tool_choice={"type": "function", "function": {"name": name}},
