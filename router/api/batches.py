@@ -6,7 +6,8 @@ import asyncio
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
-from aiohttp import web
+from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta
 
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound, RequestTooLarge
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 # For each part of an upload.
 _PART_TIMEOUT_S = 30.0
 _PART_BYTES = 1 << 20
+_MAX_PURPOSE_BYTES = 256
+_PLAIN = ("binary", "8bit", "7bit")
 _PAGE, _MOST = 20, 10_000
 _WINDOW = re.compile(r"([1-9]\d{0,6})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -81,23 +84,28 @@ class BatchApi:
         try:
             reader = await request.multipart()
             while (part := await _within(reader.next())) is not None:
+                _check_part(part)
                 if part.name == "purpose":
-                    purpose = (await _within(part.read_chunk(64))).decode("utf-8", "replace")
-                elif part.name == "file" and upload is None:
-                    filename = part.filename or "file.jsonl"
+                    purpose = ""
+                    while data := await _within(part.read_chunk(_MAX_PURPOSE_BYTES)):
+                        purpose += data.decode("utf-8", "replace")
+                        if len(purpose) > _MAX_PURPOSE_BYTES:
+                            break
+                elif upload is None:
+                    filename = (part.filename or "file.jsonl").encode(errors="replace").decode()
                     upload = await asyncio.to_thread(self._store.upload)
                     await self._receive(part, upload)
                 else:
-                    raise InvalidRequest(f"'{part.name}' is not supported", field=str(part.name))
+                    raise InvalidRequest("'file' is there twice", field="file")
             if purpose != "batch":
                 raise InvalidRequest("'purpose' must be batch", field="purpose")
             if upload is None:
                 raise InvalidRequest("'file' is required", field="file")
             kept = await self._store.keep(upload, tenant, filename[:255], purpose)
             upload = None
-        except (ValueError, AssertionError) as error:
-            text = f"the body is no multipart/form-data: {error}"
-            raise InvalidRequest(text, field="file") from error
+        except (ValueError, AssertionError, RuntimeError, HttpProcessingError) as error:
+            text = f"the body is no multipart/form-data: {getattr(error, 'message', error)}"
+            raise InvalidRequest(text[:300], field="file") from error
         finally:
             if upload is not None:
                 upload.discard()
@@ -185,6 +193,21 @@ class BatchApi:
         if found is None:
             raise NotFound(f"there is no batch {batch_id!r}")
         return found
+
+
+def _check_part(part: Any) -> None:
+    """Raise InvalidRequest if `part` is none of those that an upload may have."""
+    if not isinstance(part, BodyPartReader):
+        raise InvalidRequest("a part must not have parts", field="content-type")
+    name = part.name or ""
+    if name not in ("file", "purpose"):
+        text = f"{name!r} is not supported" if name else "a part has no name"
+        field = name if name and name.isprintable() else "content-disposition"
+        raise InvalidRequest(text, field=field)
+    encoding = part.headers.get("content-transfer-encoding", "binary")
+    if encoding.lower() not in _PLAIN:
+        text = f"'{name}' must be sent as it is, not as {encoding!r}"
+        raise InvalidRequest(text, field=name)
 
 
 async def _within(reading: Awaitable[Any]) -> Any:
