@@ -232,6 +232,7 @@ class RequestServer:
                 metrics.count_revision(request.model, revision, "ended", *failed)
             if span is not None:
                 span.end(ended_by)
+            ended_by = None  # its traceback has this frame: as a cycle both would be garbage
 
     async def _generate(
         self, generations: Sequence[Generation], record: RequestRecord, reservation: Reservation
