@@ -61,9 +61,11 @@ _MESSAGES = "/v1/messages"
 _RESPONSES = "/v1/responses"
 _TOKENIZER = ("/tokenize", "/detokenize", "/tokenizer_info")
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_BODIES: dict[str, type[openai.ChatRequest | openai.CompletionRequest]] = {
+_BODIES: dict[str, type[GenerateBody]] = {
     "/v1/chat/completions": openai.ChatRequest,
     "/v1/completions": openai.CompletionRequest,
+    _RESPONSES: ResponsesRequest,
+    _MESSAGES: messages.MessagesRequest,
 }
 _POOLING: dict[str, type[Bodies]] = {
     "/v1/embeddings": EmbeddingsRequest,
@@ -115,8 +117,6 @@ class HttpApi:
         self._started = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
             **{path: ("POST", partial(self._generate, kind)) for path, kind in _BODIES.items()},
-            _RESPONSES: ("POST", partial(self._generate, ResponsesRequest)),
-            _MESSAGES: ("POST", partial(self._generate, messages.MessagesRequest)),
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             **{path: ("POST", partial(self._pool, kind)) for path, kind in _POOLING.items()},
             _LOAD: ("POST", self._load_adapter),
@@ -310,9 +310,7 @@ class HttpApi:
             _idempotency_key(request),
             request.headers.get("traceparent", ""),
         )
-        if isinstance(body, ResponsesRequest):
-            await self._responses.continue_previous(body, caller.tenant)
-        parsed = body.parse(request_id)
+        parsed = await self._parse(body, request_id, caller.tenant)
         answer = partial(self._answer, body, request_id, parsed, caller)
         if caller.key and not parsed[0].resume:
             digest = self._answers.digest(request.path, data)
@@ -329,6 +327,11 @@ class HttpApi:
             return stream.response
         whole = await answer(WholeBody)
         return web.Response(body=whole.body, content_type="application/json")
+
+    async def _parse(self, body: GenerateBody, request_id: str, tenant: str) -> list[ParsedRequest]:
+        if isinstance(body, ResponsesRequest):
+            await self._responses.continue_previous(body, tenant)
+        return body.parse(request_id)
 
     async def _answer(
         self,
@@ -372,7 +375,7 @@ class HttpApi:
         if body.stream:
             raise InvalidRequest("'stream' must be false in a batch", field="stream")
         request_id = new_request_id(body.id_prefix)
-        parsed = body.parse(request_id)
+        parsed = await self._parse(body, request_id, tenant)
         for one in parsed:
             one.service_class = ServiceClass.BATCH
             one.timeout_s = timeout_s

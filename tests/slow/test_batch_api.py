@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from pdserve.config import BatchConfig
+from tests.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.up_process import up
 
@@ -76,3 +79,47 @@ def test_a_killed_router_loses_no_line_and_writes_none_twice(tmp_path: Path) -> 
             assert {json.loads(row)["response"]["status_code"] for row in rows} == {200}
         running.send(signal.SIGINT)
         assert running.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "prompt", "kind"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}]},
+            "chat.completion",
+        ),
+        ("/v1/completions", {"prompt": "Hi"}, "text_completion"),
+        ("/v1/responses", {"input": "Hi"}, "response"),
+    ],
+)
+async def test_a_line_is_answered_as_its_endpoint_does(
+    endpoint: str, prompt: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    lines = [
+        {"custom_id": name, "method": "POST", "url": endpoint, "body": body}
+        for name, body in (("good", prompt), ("bad", prompt | {"stream": True}))
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    router = {"batch": BatchConfig(directory=str(tmp_path))}
+    async with (
+        Cluster(prefill=1, decode=1, router=router) as cluster,
+        openai.AsyncOpenAI(base_url=f"http://{cluster.http}/v1", api_key="none") as client,
+    ):
+        file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+        batch: Any = await client.batches.create(
+            input_file_id=file.id,
+            endpoint=endpoint,  # type: ignore[arg-type]
+            completion_window="24h",
+        )
+        async with asyncio.timeout(WAIT_S):
+            while batch.status != "completed":
+                await asyncio.sleep(0.05)
+                batch = await client.batches.retrieve(batch.id)
+        good = json.loads((await client.files.content(batch.output_file_id)).text)
+        bad = json.loads((await client.files.content(batch.error_file_id)).text)
+        assert (good["custom_id"], good["response"]["body"]["object"]) == ("good", kind)
+        assert (bad["custom_id"], bad["response"]["body"]["error"]["param"]) == ("bad", "stream")
+        if kind == "response":
+            stored = await client.responses.retrieve(good["response"]["body"]["id"])
+            assert stored.output_text
