@@ -37,6 +37,9 @@ _STALE_UPLOAD_S = 24 * 3600.0
 # Stored responses: OpenAI's lifetime of them, and how many of all tenants are kept at most.
 RESPONSE_S = 30 * 86_400
 MAX_RESPONSES = 100_000
+# Of a stored line's number, these bits are its line in the input, the others its place in the order
+# in which lines are answered.
+_LINE_BITS = 20
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -120,7 +123,7 @@ class StoredResponse(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a batch: `body` is the JSON body of its request."""
+    """A line of a batch: `body` is the JSON body of its request. Lines are answered by `number`."""
 
     number: int
     custom_id: str
@@ -237,8 +240,11 @@ class BatchStore:
         return await self._run(self._renew, batch_id, lease_s)
 
     async def start(self, batch_id: str, lines: Iterable[Line]) -> None:
-        """The input was valid: these are its lines."""
-        await self._run(self._start, batch_id, list(lines))
+        """The input was valid: these are its lines. They are answered in the order of their bodies:
+        of prompts with the same prefix, one after the other, workers compute it once."""
+        placed = enumerate(sorted(lines, key=lambda line: line.body))
+        numbered = [x._replace(number=place << _LINE_BITS | x.number) for place, x in placed]
+        await self._run(self._start, batch_id, numbered)
 
     async def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
         """Return lines without an answer whose number is above `after`."""
@@ -441,8 +447,8 @@ class BatchStore:
             for column, succeeded in (("output_file_id", 1), ("error_file_id", 0)):
                 rows = self._db.execute(
                     "SELECT custom_id, result FROM lines WHERE batch_id = ?"
-                    " AND ifnull(succeeded, 0) = ? ORDER BY number",
-                    (batch_id, succeeded),
+                    " AND ifnull(succeeded, 0) = ? ORDER BY number & ?",
+                    (batch_id, succeeded, (1 << _LINE_BITS) - 1),
                 )
                 for custom_id, result in rows:
                     upload = uploads.get(column) or uploads.setdefault(column, self.upload())

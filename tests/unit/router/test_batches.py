@@ -127,6 +127,15 @@ async def test_answers_and_errors_are_in_files_of_their_own(store: BatchStore) -
     assert answers.asked == {"a": 1, "b": 3, "c": 1}
 
 
+async def test_lines_with_a_prefix_in_common_are_asked_together(store: BatchStore) -> None:
+    answers, names = Answers(), ["b 1", "a 1", "b 2", "a 2"]
+    batch = await create(store, *map(row, names))
+    async with running(store, answers):
+        batch = await ended(store, batch)
+    assert list(answers.asked) == sorted(names)
+    assert list(await rows_of(store, batch.output_file_id)) == names
+
+
 async def test_an_input_that_is_wrong_is_refused_whole_with_its_lines(store: BatchStore) -> None:
     wrong = (
         *(row("a"), row("a"), b"no json", row("b", url="/v1/other"), row("c", method="GET")),
