@@ -12,23 +12,24 @@ before its first token.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import grpc.aio
 
 from pdserve import rpc, wire
 from pdserve.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from pdserve.tokenizer import ChatMessage
-from pdserve.types import ServiceClass
+from pdserve.types import ServiceClass, ToolCallDelta
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
     from pdserve.errors import PdserveError
     from pdserve.types import FinishReason, PositionLogprobs, Receipt, SamplingParams, Usage
@@ -48,8 +49,20 @@ _LOST = (
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. `parameters` is the JSON schema of its arguments, None
+    for any. Calls follow the schema if they are `strict` or forced."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    strict: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer. The last one has finish reason, usage and receipt."""
+    """A piece of an answer. The last one has finish reason, usage and receipt. With tools, or a
+    model that reasons, `text` is what is neither reasoning nor a tool call."""
 
     request_id: str
     index: int
@@ -60,6 +73,8 @@ class Delta:
     stop_reason: str | int | None
     usage: Usage | None
     receipt: Receipt | None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +132,37 @@ class Client:
         timeout_s: float | None = None,
         priority: int = 0,
         service_class: ServiceClass = ServiceClass.INTERACTIVE,
+        tools: Sequence[Tool] = (),
+        tool_choice: Literal["auto", "none", "required"] = "auto",
+        tool_name: str = "",
+        parallel_tool_calls: bool | None = None,
+        include_reasoning: bool | None = None,
+        enable_thinking: bool | None = None,
     ) -> AsyncIterator[Delta]:
         """Yield the answer to text, token ids or a conversation.
 
         Without `sampling`, or with `fill_context`, the answer may fill the context. A lower
         `priority` is served earlier. Requests of class BATCH wait for all others. Closing the
         iterator (`aclosing`) cancels the request. Raises PdserveError.
+
+        `tools` need a conversation. `tool_name` forces a call of one of them. Without
+        `parallel_tool_calls` there is at most one call. `include_reasoning=False` leaves reasoning
+        out of the answer, `enable_thinking` switches it if the chat template can. None is the
+        service's default.
         """
         request = _request(prompt)
         request.model, request.request_id, request.priority = model, request_id, priority
+        choice = "named" if tool_name else tool_choice
+        request.tool_choice = getattr(g, f"TOOL_CHOICE_{choice.upper()}")
+        request.tool_name = tool_name
+        request.tools.extend(map(_tool, tools))
+        for name, value in (
+            ("parallel_tool_calls", parallel_tool_calls),
+            ("include_reasoning", include_reasoning),
+            ("enable_thinking", enable_thinking),
+        ):
+            if value is not None:
+                setattr(request, name, value)
         if service_class is ServiceClass.BATCH:
             request.service_class = g.SERVICE_CLASS_BATCH
         if sampling is not None:
@@ -230,8 +267,28 @@ def _request(prompt: str | Sequence[int] | Sequence[ChatMessage]) -> g.GenerateR
     chat = cast("Sequence[ChatMessage]", prompt)
     if any(message.name is not None for message in chat):
         raise InvalidRequest("gRPC messages have no 'name'", field="messages")
-    messages = [g.ChatMessage(role=x.role, content=x.content) for x in chat]
-    return g.GenerateRequest(messages=g.ChatMessages(messages=messages))
+    return g.GenerateRequest(messages=g.ChatMessages(messages=map(_message, chat)))
+
+
+def _message(message: ChatMessage) -> g.ChatMessage:
+    calls = [(call.get("id"), call["function"]) for call in message.tool_calls]
+    return g.ChatMessage(
+        role=message.role,
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=[
+            g.ToolCall(id=id_, name=x["name"], arguments=json.dumps(x["arguments"]))
+            for id_, x in calls
+        ],
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _tool(tool: Tool) -> g.Tool:
+    schema = "" if tool.parameters is None else json.dumps(tool.parameters)
+    return g.Tool(
+        name=tool.name, description=tool.description, parameters_json=schema, strict=tool.strict
+    )
 
 
 def _delta(message: g.GenerateResponse) -> Delta:
@@ -245,4 +302,8 @@ def _delta(message: g.GenerateResponse) -> Delta:
         stop_reason=wire.stop_reason_from_pb(message.stop_reason),
         usage=wire.usage_from_pb(message.usage) if message.HasField("usage") else None,
         receipt=wire.receipt_from_pb(message.receipt) if message.HasField("receipt") else None,
+        reasoning=message.reasoning,
+        tool_calls=tuple(
+            ToolCallDelta(x.index, x.id, x.name, x.arguments) for x in message.tool_calls
+        ),
     )

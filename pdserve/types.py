@@ -230,6 +230,17 @@ class StreamDelta:
     embedding: bytes = field(default=b"", repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call. The first one of a call has its id and name; `arguments` are pieces
+    of one JSON text."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 @dataclass(slots=True)
 class Usage:
     """Token counts as the OpenAI API counts them."""

@@ -28,24 +28,14 @@ class AnswerDelta(Struct):
     prompt_logprobs: tuple[t.PositionLogprobs, ...] = ()
 
 
-class ToolCallDelta(Struct, frozen=True):
-    """A piece of a tool call. The first one of a call has its id and name; `arguments` are pieces
-    of one JSON text."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-
 class ParsedDelta(AnswerDelta):
     """A piece of a parsed answer: `text`, reasoning or tool calls."""
 
     reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
+    tool_calls: tuple[t.ToolCallDelta, ...] = ()
 
 
-def pieces(delta: AnswerDelta) -> Iterator[tuple[str | int, str, ToolCallDelta | None]]:
+def pieces(delta: AnswerDelta) -> Iterator[tuple[str | int, str, t.ToolCallDelta | None]]:
     """Return what a delta adds: the kind, "reasoning", "text" or the number of a call, the text,
     and the piece of the call."""
     if isinstance(delta, ParsedDelta):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pdserve import wire
 from pdserve.errors import DeadlineExceeded, PdserveError, from_info
-from pdserve.types import FinishReason, ReasoningGate
+from pdserve.types import FinishReason, ReasoningGate, ToolCallDelta
 from pdserve.v1 import parser_pb2 as p
-from router.answer import ParsedDelta, ToolCallDelta
+from router.answer import ParsedDelta
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

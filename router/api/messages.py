@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.errors import PdserveError
-    from pdserve.types import GenerateRequest
-    from router.answer import AnswerDelta, ToolCallDelta
+    from pdserve.types import GenerateRequest, ToolCallDelta
+    from router.answer import AnswerDelta
     from router.api.sinks import Writer
 
 

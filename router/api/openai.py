@@ -25,8 +25,9 @@ from pdserve.types import (
     SamplingParams,
     ServiceClass,
     StructuredOutput,
+    ToolCallDelta,
 )
-from router.answer import AnswerDelta, ParsedDelta, ToolCallDelta
+from router.answer import AnswerDelta, ParsedDelta
 from router.api.bodies import (
     KNOWN,
     KNOWN_OF_CHAT,

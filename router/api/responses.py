@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.errors import PdserveError
-    from pdserve.types import GenerateRequest, Usage
-    from router.answer import AnswerDelta, ToolCallDelta
+    from pdserve.types import GenerateRequest, ToolCallDelta, Usage
+    from router.answer import AnswerDelta
     from router.api.sinks import Writer
     from router.batch.store import BatchStore
 

@@ -13,13 +13,22 @@ from scripted import CHAT, MODEL, RECEIPT, VOCAB_SIZE, Apis, ScriptedGenerator, 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve import rpc
+from pdserve.client import Tool
 from pdserve.errors import ConfigError, UnsupportedField
 from pdserve.tokenizer import ChatMessage, Conversation, read_files
 from pdserve.tokenizer import Tokenizer as ModelTokenizer
-from pdserve.types import Adapter, FinishReason, ModelInfo, Parsing, SamplingParams, Usage
+from pdserve.types import (
+    Adapter,
+    FinishReason,
+    ModelInfo,
+    Parsing,
+    SamplingParams,
+    ToolCallDelta,
+    Usage,
+)
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
-from router.answer import ParsedDelta, ToolCallDelta
+from router.answer import ParsedDelta
 from router.api import preprocess
 from router.api.preprocess import ParsedRequest, Preprocessor
 from tests.patience import WAIT_S
@@ -398,14 +407,20 @@ def grpc_request(**changes: Any) -> g.GenerateRequest:
 
 
 async def test_grpc_carries_tools_and_reasoning(apis: Apis, model_dir: Path) -> None:
-    asked = grpc_request(
-        tool_choice=g.TOOL_CHOICE_NAMED,
+    called = {"id": "c1", "function": {"name": "get_time", "arguments": {"city": "Oslo"}}}
+    history = [
+        ChatMessage("user", "Time?"),
+        ChatMessage("assistant", "", tool_calls=[called]),
+        ChatMessage("tool", "noon", tool_call_id="c1"),
+    ]
+    asked = apis.client.generate(
+        history,
+        tools=[Tool("get_time", parameters={"type": "object"})],
         tool_name="get_time",
         parallel_tool_calls=False,
         enable_thinking=True,
     )
-    async with rpc.PLAIN.open_channel(apis.grpc_address) as channel:
-        answer = [x async for x in GenerationStub(channel).Generate(asked, timeout=WAIT_S)]
+    answer = [delta async for delta in asked]
     (request,) = apis.generator.requests
     ids = list(request.prompt_token_ids)
     assert Tokenizer.from_file(str(model_dir / "tokenizer.json")).decode(ids) == (
@@ -428,7 +443,27 @@ async def test_grpc_carries_tools_and_reasoning(apis: Apis, model_dir: Path) -> 
         (1, "2", "b"),
     ]
     assert "".join(x.arguments for x in calls if not x.index) == '{"city": "Oslo"}'
+    assert answer[-1].usage is not None
     assert answer[-1].usage.reasoning_tokens == 2
+
+
+async def test_the_client_gives_what_is_set_and_nothing_else(apis: Apis) -> None:
+    tool = Tool("get_time", "Tells the time.", strict=True)
+    asked = apis.client.generate(
+        [ChatMessage("user", "Time?")],
+        tools=[tool],
+        tool_choice="required",
+        include_reasoning=False,
+    )
+    _ = [delta async for delta in asked]
+    parsing = apis.generator.requests[0].parsing
+    assert parsing is not None
+    function = {"name": "get_time", "description": "Tells the time.", "strict": True}
+    assert json.loads(parsing.request_json) == {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "include_reasoning": False,
+    }
 
 
 @pytest.mark.parametrize(
