@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from pdserve.errors import ConfigError, InvalidRequest
 
@@ -54,7 +56,14 @@ def _strftime_now(pattern: str) -> str:
     return dt.datetime.now().strftime(pattern)  # noqa: DTZ005 - templates mean local time
 
 
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
+class _Environment(ImmutableSandboxedEnvironment):
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        # Those of `namespace()` and `loop` are the template's own.
+        is_own = type(obj) in (Namespace, LoopContext) and not attr.startswith("_")
+        return is_own or super().is_safe_attribute(obj, attr, value)
+
+
+_ENVIRONMENT = _Environment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
 )
 _ENVIRONMENT.filters["tojson"] = _tojson

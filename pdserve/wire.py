@@ -79,16 +79,17 @@ def _codec(
     `fields` gives those that need more than a copy: how each is written, and how it is read. Fields
     in `optional` are None if the message lacks them."""
     names: tuple[str, ...] = cls.__slots__  # type: ignore[attr-defined]
+    values_of = attrgetter(*names)
 
     def write(value: T) -> M:
-        values = {name: getattr(value, name) for name in names}
+        values = dict(zip(names, values_of(value), strict=True))
         for name, (convert, _) in fields.items():
             if values[name] is not None:
                 values[name] = convert(values[name])
         return pb(**values)
 
     def read(message: M) -> T:
-        values = {name: getattr(message, name) for name in names}
+        values = dict(zip(names, values_of(message), strict=True))
         for name, (_, convert) in fields.items():
             is_absent = name in optional and not cast("Any", message).HasField(name)
             values[name] = None if is_absent else convert(values[name])
@@ -282,7 +283,9 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
 
 # Sampling parameters: a field that is not set has vLLM's default.
 
-_DEFAULTS = t.SamplingParams()
+_SAMPLING = t.SamplingParams.__slots__
+_sampling_of = attrgetter(*_SAMPLING)
+_DEFAULTS = _sampling_of(t.SamplingParams())
 
 
 def _structured_to_pb(value: t.StructuredOutput) -> c.StructuredOutput:
@@ -312,8 +315,8 @@ _SAMPLING_FROM_PB: dict[str, Callable[[Any], Any]] = {
 
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
     """Defaults are left out, because requests set few fields."""
-    values = {name: getattr(params, name) for name in t.SamplingParams.__slots__}
-    given = {x: value for x, value in values.items() if value != getattr(_DEFAULTS, x)}
+    values = zip(_SAMPLING, _sampling_of(params), _DEFAULTS, strict=True)
+    given = {name: value for name, value, default in values if value != default}
     if params.structured_output is not None:
         given["structured_output"] = _structured_to_pb(params.structured_output)
     return c.SamplingParams(**{**given, "max_tokens": params.max_tokens})

@@ -42,8 +42,7 @@ class Charge(NamedTuple):
 def price_s(prices: Mapping[str, float], info: WorkerInfo) -> float | None:
     """Return the price of a second of a worker, given those of an hour of one device by its name
     (`router.prices`). None if its device has none."""
-    device = info.device.casefold()
-    fitting = [name for name in prices if name.casefold() in device]
+    fitting = [name for name in prices if name.casefold() in info.device.casefold()]
     return prices[max(fitting, key=len)] * info.devices / _HOUR_S if fitting else None
 
 

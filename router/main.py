@@ -108,6 +108,7 @@ def make_services(
         tenants=Tenants(config.tenants),
         latency=costs,
         slots=partial(attrgetter("slots"), fleet),
+        clock=fleet.now,
     )
     placer = Placer(
         fleet,

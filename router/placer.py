@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -254,7 +253,7 @@ class Placer:
 
         An aggregated attempt waits for no room: its client is reading the answer.
         """
-        demand = replace(demand, avoid=constraints.avoid)
+        demand = structs.replace(demand, avoid=constraints.avoid)
         candidates = self._fleet.candidates(demand.model)
         demand, candidates = self._cohort(demand, candidates, failed=constraints.failed)
         policy = self._policy
@@ -301,7 +300,7 @@ class Placer:
         if shares is not None:
             return cohort(demand, candidates, shares, failed)
         if demand.revision is not None:
-            demand = replace(demand, revision=None, spilled_from=None)
+            demand = structs.replace(demand, revision=None, spilled_from=None)
         return demand, candidates
 
     def _reserve(
@@ -318,7 +317,7 @@ class Placer:
         """Reserve what the policy decides, and record the decision. Raises Unavailable; if the
         decision is to wait, or for a busy worker, that is a _NoRoomError."""
         if ejected := self._fleet.outliers.ejected(self._fleet.now()):
-            demand = replace(demand, excluded=ejected)
+            demand = structs.replace(demand, excluded=ejected)
         try:
             decision = policy(candidates, demand, self._turn, self._context)
             if is_new:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError, Unavailable
+from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from router.accounting import Done
 from router.answer import Discard
 from router.handoff import Failed, Finished
@@ -63,14 +61,8 @@ class Embedder:
         """
         outcome = "cancelled"
         try:
-            async with AsyncExitStack() as stack:
-                if request.deadline is not None:
-                    await stack.enter_async_context(asyncio.timeout_at(request.deadline))
-                found = await self._embed(request)
+            found = await self._embed(request)
             outcome = "embedding"
-        except TimeoutError:
-            outcome = DeadlineExceeded.code
-            raise DeadlineExceeded("the deadline passed") from None
         except PdserveError as error:
             outcome = error.code
             raise

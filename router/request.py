@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pdserve.errors import (
     BudgetExhausted,
     Cancelled,
-    DeadlineExceeded,
     PdserveError,
     TransferCorrupted,
     Unavailable,
@@ -37,7 +37,7 @@ from router.handoff import Failed, Finished, Phase
 from router.placement.filters import check_servable
 from router.pooling import pick
 from router.retry import LIVE_KV, MOVED, RETRYABLE, Constraints, RetryPolicy, RetryStep
-from router.upstream import Answer, Attempt
+from router.upstream import Answer, Attempt, deadline_passed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -176,12 +176,12 @@ class RequestServer:
         if request.parsing is not None and self._parser is not None:
             await self._parser.serve(request, request.parsing, out, self.serve)
             return
-        services, loop = self._services, asyncio.get_running_loop()
+        services, now = self._services, self._services.fleet.now
         placer, metrics = services.placer, services.metrics
         span: Span | None = None
         ended_by: PdserveError | None = Cancelled("the client went away")
         generations: list[Generation] = []
-        record = RequestRecord.of(request, loop.time())
+        record = RequestRecord.of(request, now())
         self.log.begin(record)
         self.open_adapters[request.adapter_key] += 1
         try:
@@ -196,7 +196,7 @@ class RequestServer:
                 kv_tokens=demand.kv_tokens,
                 has_adapter_slot=lambda: placer.has_adapter_slot(demand),
             ) as reservation:
-                record.admitted = loop.time()
+                record.admitted = now()
                 if span is not None:
                     span.phase("admission", 0.0, record.admitted - record.arrived)
                 generations += [
@@ -218,7 +218,7 @@ class RequestServer:
             raise
         finally:
             self._generations.difference_update(generations)
-            self.log.end(record, loop.time(), ended_by)
+            self.log.end(record, now(), ended_by)
             self.open_adapters[request.adapter_key] -= 1
             if not self.open_adapters[request.adapter_key]:
                 del self.open_adapters[request.adapter_key]
@@ -240,7 +240,7 @@ class RequestServer:
         """Write all answers and return why the first one ended. The last delta has the usage and
         the receipt of all."""
         parent, *children = generations
-        request, out, unfinished = parent.request, parent.answer.out, len(generations)
+        out, unfinished = parent.answer.out, len(generations)
 
         async def complete(generation: Generation, reservation: Reservation | None) -> None:
             nonlocal unfinished
@@ -256,24 +256,20 @@ class RequestServer:
                 last.usage, last.receipt = self._account(generations, record)
             out.write(last)
 
+        if not children:
+            await complete(parent, reservation)
+            return parent.finish_reason
+        # Parallel sampling: one prefill and one transfer for the first answer; the others start on
+        # its decode worker, which then has the KV of the prompt in its cache.
+        parent.answer.kv_worker = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout_at(request.deadline):
-                if not children:
-                    await complete(parent, reservation)
-                    return parent.finish_reason
-                # Parallel sampling: one prefill and one transfer for the first answer; the others
-                # start on its decode worker, which then has the KV of the prompt in its cache.
-                parent.answer.kv_worker = asyncio.get_running_loop().create_future()
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(complete(parent, reservation))
-                    member = await parent.answer.kv_worker
-                    reservation.release_children()
-                    for child in children:
-                        group.create_task(complete(child, child.reserve_on(member)))
-                return parent.finish_reason
-        except TimeoutError:
-            count = sum(len(x.answer.tokens) for x in generations)
-            raise DeadlineExceeded(f"the deadline passed after {count} tokens") from None
+            async with asyncio.TaskGroup() as group:
+                group.create_task(complete(parent, reservation))
+                member = await parent.answer.kv_worker
+                reservation.release_children()
+                for child in children:
+                    group.create_task(complete(child, child.reserve_on(member)))
+            return parent.finish_reason
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -281,7 +277,7 @@ class RequestServer:
         self, generations: Sequence[Generation], record: RequestRecord
     ) -> tuple[Usage, Receipt]:
         """Return what all answers cost, and count it."""
-        metrics, now = self._services.metrics, asyncio.get_running_loop().time()
+        metrics, now = self._services.metrics, self._services.fleet.now()
         parent, arrived = generations[0], record.arrived
         waited_s = record.admitted - arrived
         request, resumed = parent.request, len(parent.request.resume)
@@ -377,7 +373,7 @@ class Generation:
         self._services = services
         self._retry = RetryPolicy()
         if extra := demand.children_tokens:
-            demand = replace(demand, kv_tokens=demand.kv_tokens - extra, children_tokens=0)
+            demand = structs.replace(demand, kv_tokens=demand.kv_tokens - extra, children_tokens=0)
         self._demand = demand
         self._attempt: Attempt | None = None
         self._charge: Charge | None = None
@@ -432,7 +428,8 @@ class Generation:
     async def _reserve_again(self, error: PdserveError, reason: str) -> Reservation:
         """Reserve workers for the next attempt; wait for some if none is ready."""
         model, fleet = self.request.model, self._services.fleet
-        give_up_at = asyncio.get_running_loop().time() + self._services.queue_timeout_s
+        deadline = self.request.deadline or math.inf
+        give_up_at = min(deadline, fleet.now() + self._services.queue_timeout_s)
         while True:
             unavailable: Unavailable | None = None
             pair_helps = len(self.answer.tokens) + 1 < self.answer.max_tokens
@@ -452,6 +449,8 @@ class Generation:
                 after = f" (after {tried})" if tried else ""
                 raise self._gave_up(type(error)(f"{error.message}{after}"))
             if not await fleet.capacity_change(until=give_up_at):
+                if give_up_at == deadline:
+                    raise deadline_passed(self.answer)
                 refused = unavailable or Unavailable(f"no worker is ready for model {model}")
                 refused.retry_after_s = refused.retry_after_s or UNAVAILABLE_RETRY_AFTER_S
                 raise self._gave_up(refused)
@@ -481,11 +480,12 @@ class Generation:
     def _demand_now(self) -> Demand:
         """Return the demand of the next attempt: the tokens delivered join the prompt."""
         made = tuple(self.answer.tokens[len(self.request.resume) :])
-        return replace(
+        return structs.replace(
             self._demand,
             prompt_tokens=self._demand.prompt_tokens + len(made),
             prefill_only=False,
             token_ids=self._demand.token_ids + made,
+            hashes={},
         )
 
     @property
@@ -496,7 +496,7 @@ class Generation:
     def _stay_with(self, revision: str | None) -> None:
         """Later attempts use the same revision while it has workers."""
         if self._demand.revision != revision:
-            self._demand = replace(self._demand, revision=revision)
+            self._demand = structs.replace(self._demand, revision=revision)
 
     def _continue(self, reservation: Reservation, reason: str, cause: str) -> None:
         """Record that the next attempt uses `reservation`."""

@@ -43,6 +43,9 @@ class RetryStep(StrEnum):
     AGGREGATED = "aggregated"
 
 
+_STEPS = tuple(RetryStep)
+
+
 @dataclass(frozen=True, slots=True)
 class Constraints:
     """An attempt may use none of `without`, and none of `avoid` if there are others. `failed` are
@@ -62,7 +65,7 @@ class RetryPolicy:
     progress_tokens: int = 16
     max_worker_failures: int = 3
     done: list[str] = field(default_factory=list)
-    _left: list[RetryStep] = field(default_factory=lambda: list(RetryStep))
+    _left: list[RetryStep] = field(default_factory=lambda: list(_STEPS))
     _failed: set[str] = field(default_factory=set)
     _avoid: set[str] = field(default_factory=set)
     _worker_failures: int = 0
@@ -79,11 +82,11 @@ class RetryPolicy:
             self._failed.add(worker_id)
             self._worker_failures += 1
             if self._worker_failures < self.max_worker_failures:
-                self._left = list(RetryStep)
+                self._left = list(_STEPS)
 
     def restart(self) -> None:
         """Make all steps available again."""
-        self._left, self._failed, self._avoid = list(RetryStep), set(), set()
+        self._left, self._failed, self._avoid = list(_STEPS), set(), set()
         self._worker_failures = 0
 
     @property

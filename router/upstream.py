@@ -17,6 +17,7 @@ from msgspec import Struct
 from pdserve import wire
 from pdserve.errors import (
     Cancelled,
+    DeadlineExceeded,
     PdserveError,
     TransferCorrupted,
     TransferFailed,
@@ -75,6 +76,10 @@ class Answer:
     def cached_tokens(self) -> int:
         first = self.first_token_stream
         return 0 if first is None or first.report is None else first.report.cached_tokens
+
+
+def deadline_passed(answer: Answer) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the deadline passed after {len(answer.tokens)} tokens")
 
 
 class Moved(Struct, frozen=True, eq=False):
@@ -195,12 +200,13 @@ class Attempt:
         self._end: asyncio.Future[Finished | Failed | Moved] = self._loop.create_future()
         self._kept: Finished | Failed | Moved | None = None  # the end, once it was returned
         self._leaving: Moved | None = None  # while a stream is exported
-        self._export_timer: asyncio.TimerHandle | None = None
-        self._transfer_id = secrets.token_hex(16) if moved is None else moved.transfer_id
+        self._timers: list[asyncio.TimerHandle] = []
+        self._transfer_id = "" if moved is None else moved.transfer_id
         self._producer = None if moved is None else moved.producer
         self._prefill: WorkerStream | None = None
         style = HandoffStyle.CONCURRENT
         if reservation.prefill_charge is not None:
+            self._transfer_id = secrets.token_hex(16)
             self._prefill = WorkerStream(self, Phase.PREFILL, reservation.prefill_charge)
             answer.streams.append(self._prefill)
             if (kv := self._prefill.member.info.kv) is not None:
@@ -214,6 +220,8 @@ class Attempt:
 
     def __enter__(self) -> Self:
         resume = tuple(self.answer.tokens)
+        if (deadline := self._request.deadline) is not None:
+            self._timers.append(self._loop.call_at(deadline, self._expire))
         if self._producer is not None:
             self._submit_decode(self._producer, resume, live=True)
         elif self._prefill is None:
@@ -232,8 +240,8 @@ class Attempt:
 
     def __exit__(self, *_: object) -> None:
         self.handoff.ended = True
-        if self._export_timer is not None:
-            self._export_timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         end = self._end.result() if self._end.done() and not self._end.cancelled() else None
         kept = self._kept.producer if isinstance(self._kept, Moved) else None
         for moved in (end, self._leaving):
@@ -290,16 +298,22 @@ class Attempt:
         self._decode.submit(command)
 
     async def pump(self) -> Finished | Failed | Moved:
-        """Write the answer until the attempt ends; return how."""
+        """Write the answer until the attempt ends, at the deadline at the latest; return how."""
         self._kept = await self._end
         return self._kept
+
+    def _expire(self) -> None:
+        self._fail(deadline_passed(self.answer))
 
     def write(self, delta: AnswerDelta) -> None:
         """Send a delta to the client; end the attempt if it does not read."""
         if not self.answer.out.write(delta):
-            self.handoff.ended = True
-            error = Cancelled("the client does not read its answer")
-            self.perform((Failed(self._decode, error),))
+            self._fail(Cancelled("the client does not read its answer"))
+
+    def _fail(self, error: PdserveError) -> None:
+        """End the attempt for a reason that no worker has."""
+        self.handoff.ended = True
+        self.perform((Failed(self._decode, error),))
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Do what the handoff decided."""
@@ -358,9 +372,8 @@ class Attempt:
     def export(self, stream: StreamState, reservation: Reservation) -> None:
         """Start to move `stream`, which can be exported, to `reservation` together with its KV."""
         self._leaving = Moved(reservation, self._decode, secrets.token_hex(16))
-        self._export_timer = self._loop.call_later(
-            EXPORT_TIMEOUT_S, lambda: self.perform(self.handoff.on_export_timeout())
-        )
+        give_up = lambda: self.perform(self.handoff.on_export_timeout())  # noqa: E731
+        self._timers.append(self._loop.call_later(EXPORT_TIMEOUT_S, give_up))
         self.handoff.export(stream)
         self._decode.export(self._leaving.transfer_id)
 

@@ -90,13 +90,16 @@ class AdmissionController:
         tenants: Tenants | None = None,
         latency: LatencyModel | None = None,
         slots: Callable[[], int] = int,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`slots` returns how many requests the engines run at once (max_num_seqs)."""
+        """`slots` returns how many requests the engines run at once (max_num_seqs). `clock` is the
+        event loop's by default."""
         self.running = 0
         self.queued = 0
         self.tenants = tenants or Tenants()
         self._limits = limits
         self._latency, self._slots = latency, slots
+        self._now = clock or asyncio.get_running_loop().time
         self._models = defaultdict[str, _Model](_Model)
         self._queued_of_tenant = Counter[str]()
         self._running_batch = 0
@@ -126,7 +129,7 @@ class AdmissionController:
         Unavailable if the deadline cannot be met, or no worker came in `queue_timeout_s`;
         DeadlineExceeded if the deadline passed; and any other error of `try_reserve`.
         """
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineExceeded("the deadline passed before the request was admitted")
         if self._wakes_soon:
@@ -160,16 +163,17 @@ class AdmissionController:
 
     async def _wait(self, model: _Model, entry: Entry, now: float) -> Reservation:
         """Queue a request. Return its reservation once it is admitted."""
-        loop, granted = asyncio.get_running_loop(), entry.granted
+        granted: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
+        entry.granted = granted
         self._push(model, entry, now)
         try:
             while not granted.done():
-                timeout_s = self._timeout_s(model, entry, loop.time())
+                timeout_s = self._timeout_s(model, entry, self._now())
                 await asyncio.wait((granted,), timeout=timeout_s)
         except asyncio.CancelledError:
             if not granted.done():
-                entry.account.leave(loop.time() - entry.arrived)  # it costs what was asked for
-                self._remove(model, entry, loop.time())
+                entry.account.leave(self._now() - entry.arrived)  # it costs what was asked for
+                self._remove(model, entry, self._now())
             elif granted.exception() is None:
                 self._release(entry, granted.result())
             raise
@@ -241,7 +245,6 @@ class AdmissionController:
             account=account,
             arrived=now,
             try_reserve=try_reserve,
-            granted=asyncio.get_running_loop().create_future(),
             work_tokens=work_tokens,
             kv_tokens=kv_tokens,
             latest_start=latest_start,
@@ -340,7 +343,7 @@ class AdmissionController:
 
     def _advance(self, model: _Model) -> bool:
         """Admit or reject at most one queued request. Return False if none could go."""
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         model.blocked = []
         if self.running >= self._most_running:
             return False
@@ -388,5 +391,5 @@ class AdmissionController:
         reservation.release()
         self.running -= 1
         self._running_batch -= entry.is_batch
-        entry.account.leave(asyncio.get_running_loop().time() - entry.arrived)
+        entry.account.leave(self._now() - entry.arrived)
         self.wake_soon()

@@ -67,7 +67,7 @@ class Entry:
     account: Tenant
     arrived: float
     try_reserve: Callable[[], Reservation | None]
-    granted: asyncio.Future[Reservation]
+    granted: asyncio.Future[Reservation] = field(init=False)  # once it is queued
     work_tokens: int = 1
     kv_tokens: int = 0
     latest_start: float = math.inf

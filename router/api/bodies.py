@@ -137,7 +137,7 @@ class Body(Strict):
         """Raises UnsupportedField for a known field that asks for something."""
         kind = type(self)
         values = kind._values_of(self) if kind.known else ()
-        if any(value is not None for value in values):
+        if values.count(None) < len(values):
             for (name, known), value in zip(kind.known.items(), values, strict=True):
                 if value is not None and value not in known.accepts:
                     raise not_supported(name, known.reason)

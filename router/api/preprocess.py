@@ -110,6 +110,7 @@ class Preprocessor:
         self._models = models
         self._adapters = adapters
         self._timeout_s = timeout_s
+        self._now = asyncio.get_running_loop().time
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._has_vllm = find_spec("vllm") is not None
@@ -130,7 +131,7 @@ class Preprocessor:
         timeout_s = self._timeout_s
         if parsed.timeout_s is not None:
             timeout_s = min(timeout_s, parsed.timeout_s)
-        until = asyncio.get_running_loop().time() + timeout_s
+        until = self._now() + timeout_s
         model, _ = self.find(parsed.model)
         sampling = _with_defaults(parsed, model.sampling_defaults)
         _check_ids(sampling.stop_token_ids, model, field="stop_token_ids")
@@ -227,7 +228,7 @@ class Preprocessor:
             model=model.name,
             prompt_token_ids=tokens,
             sampling=SamplingParams(max_tokens=1),
-            deadline=asyncio.get_running_loop().time() + self._timeout_s,
+            deadline=self._now() + self._timeout_s,
             tenant=tenant,
         )
 

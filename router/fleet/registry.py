@@ -467,8 +467,9 @@ class Fleet:
         """Return the workers of a model as a placement decision sees them. If none is ready,
         suspended workers count as ready: there is nowhere else to go."""
         members = self.of_model(model)
-        if self.has_ready(model):
-            return [m.seen() for m in members]
+        found = [m.seen() for m in members]
+        if any(c.state is MemberState.READY for c in found):
+            return found
         return [m.seen(MemberState.READY if m.is_suspect else None) for m in members]
 
     def has_ready(self, model: str) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 AGGREGATED = "aggregated"
 LIVE_KV = "live_kv"
 
+_GENERATING = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 _MAX_REASONS = 3
 
 
@@ -64,12 +65,9 @@ class Eligible:
 
 
 def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
-    roles: dict[Role, list[Candidate]] = {role: [] for role in Role}
-    for candidate in prefer(able(candidates, demand), demand.avoid):
-        roles[candidate.role].append(candidate)
-    return Eligible(
-        roles[Role.PREFILL], roles[Role.DECODE], roles[Role.AGGREGATED], demand.excluded
-    )
+    found = prefer(able(candidates, demand), demand.avoid)
+    prefills, decodes, aggregated = ([c for c in found if c.role is x] for x in _GENERATING)
+    return Eligible(prefills, decodes, aggregated, demand.excluded)
 
 
 def able(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from msgspec import structs
 from xxhash import xxh3_64_intdigest
 
 from pdserve.errors import InvalidRequest
@@ -68,7 +68,7 @@ def cohort(
         return of_revision(demand, candidates, own)
     other = min(usable, key=lambda x: (-shares.get(x, 0.0), x))
     demand, candidates = of_revision(demand, candidates, other)
-    return replace(demand, spilled_from=own), candidates
+    return structs.replace(demand, spilled_from=own), candidates
 
 
 def of_revision(
@@ -76,5 +76,5 @@ def of_revision(
 ) -> tuple[Demand, list[Candidate]]:
     """Return `demand` for one revision, and the workers of that."""
     if demand.revision != revision or demand.spilled_from is not None:
-        demand = replace(demand, revision=revision, spilled_from=None)
+        demand = structs.replace(demand, revision=revision, spilled_from=None)
     return demand, [c for c in candidates if c.info.revision == revision]

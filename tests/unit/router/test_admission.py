@@ -64,7 +64,12 @@ class Clients:
     """Requests by name, in the order in which they were admitted."""
 
     def __init__(self, *limits: Any, capacity: int = 100, **options: Any) -> None:
-        self.controller = AdmissionController(AdmissionLimits(*(limits or (8, 8))), **options)
+        loop = asyncio.get_running_loop()
+        self.controller = AdmissionController(
+            AdmissionLimits(*(limits or (8, 8))),
+            clock=lambda: loop.time(),  # noqa: PLW0108 - `skip` replaces it
+            **options,
+        )
         self.pool = Pool(capacity)
         self.admitted: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}

@@ -39,7 +39,6 @@ def entry(tenant: str = "a", *, work: int = 1, arrived: float = 0.0, **request: 
         account=ACCOUNTS[tenant],
         arrived=arrived,
         try_reserve=unused,
-        granted=unused,
         work_tokens=work,
     )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import FinishReason, Role
@@ -53,7 +53,7 @@ def test_the_decisions_of_one_request_are_bounded_and_without_its_prompt() -> No
         log.record(decide("a"), float(at))
     found = log.of("a")
     assert [x.unix_time_s for x in found] == [3.0 + i for i in range(MAX_OF_ONE_REQUEST)]
-    assert found[0].decision.demand == replace(decide("a").demand, token_ids=())
+    assert found[0].decision.demand == structs.replace(decide("a").demand, token_ids=())
 
 
 def test_a_request_that_waits_is_one_decision_until_it_is_placed() -> None:

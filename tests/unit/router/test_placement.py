@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from router.fleet.member import Member
 
 Names = tuple[str | None, str] | None
-ONE_TOKEN = replace(DEMAND, prefill_only=True)
+ONE_TOKEN = structs.replace(DEMAND, prefill_only=True)
 
 
 def test_every_policy_has_a_name_in_the_configuration() -> None:
@@ -107,7 +108,7 @@ def test_one_token_needs_no_decode_worker() -> None:
 
 
 def test_the_worker_to_avoid_is_taken_only_for_want_of_another() -> None:
-    demand = replace(DEMAND, avoid=frozenset({"p1"}))
+    demand = structs.replace(DEMAND, avoid=frozenset({"p1"}))
     both = [worker("p1"), worker("p2"), worker("d")]
     assert [place(both, demand=demand, turn=turn) for turn in (0, 1)] == [("p2", "d")] * 2
     assert place([worker("p1"), worker("d")], demand=demand) == ("p1", "d")
@@ -194,7 +195,7 @@ def test_without_any_worker_that_is_ready_the_policy_says_what_is_missing() -> N
 def test_aggregated_placement_prefers_workers_that_decode(
     members: list[Member], expected: str
 ) -> None:
-    demand = replace(DEMAND, avoid=frozenset({"d1"}))
+    demand = structs.replace(DEMAND, avoid=frozenset({"d1"}))
     decision = place_aggregated(seen(members), demand, 0, NO_CONTEXT)
     assert names(decision.placement) == (None, expected)
 
@@ -210,7 +211,7 @@ def test_live_kv_goes_to_a_decode_worker_that_can_have_it() -> None:
         worker("d-strange", compatibility="layout-b"),
         worker("d-draining", draining=True),
     ]
-    demand = replace(DEMAND, excluded=frozenset({("d0", "d-excluded")}))
+    demand = structs.replace(DEMAND, excluded=frozenset({("d0", "d-excluded")}))
     policy = partial(place_live, source.seen())
     with pytest.raises(Unavailable, match="no decode worker can continue with the KV of d0"):
         policy(seen(others), demand, 0, NO_CONTEXT)
@@ -221,7 +222,7 @@ def test_live_kv_goes_to_a_decode_worker_that_can_have_it() -> None:
 
 
 def test_why_a_worker_was_not_scored() -> None:
-    demand = replace(DEMAND, avoid=frozenset({"p-bad"}), excluded=frozenset({("p2", "d")}))
+    demand = structs.replace(DEMAND, avoid=frozenset({"p-bad"}), excluded=frozenset({("p2", "d")}))
     members = [
         *(worker(name) for name in ("p", "p2", "p-bad", "d", "a")),
         worker("p-lone", compatibility="layout-b"),
@@ -379,7 +380,7 @@ def test_pairs_that_cannot_exchange_kv_are_not_predicted() -> None:
     members = [worker("p0"), worker("p1"), worker("d0")]
     members += [worker("p2", **strange), worker("d2", busy(9), **strange)]  # type: ignore[arg-type]
     known = Known(costs={("p0", "d0"): 1.0, ("p1", "d0"): 2.0, ("p2", "d0"): 0.1})
-    demand = replace(DEMAND, excluded=frozenset({("p0", "d0")}))
+    demand = structs.replace(DEMAND, excluded=frozenset({("p0", "d0")}))
     assert place(members, "slo_aware", demand=demand, known=known) == ("p1", "d0")
     assert set(known.asked) == {"p1", None}
     # With all pairs excluded the decode worker does both phases, whatever that costs.
@@ -412,7 +413,7 @@ def test_an_adapter_goes_where_it_runs_then_where_a_slot_is_free_and_waits_for_n
     used, free = decode("d0", ("x", 0), ("y", 1)), decode("d1")
     idle = decode("d2", ("y", 1), ("z", 0))
     full, without = decode("d3", ("y", 1), ("z", 2)), decode("d4", adapters="yz")
-    demand, members = replace(DEMAND, adapter="x"), [without, full, idle, free, used]
+    demand, members = structs.replace(DEMAND, adapter="x"), [without, full, idle, free, used]
     prefill = decode("p")
     for best in (used, free, idle):
         assert place([*members, prefill], demand=demand) == ("p", best.worker_id)
@@ -432,7 +433,7 @@ def test_a_prefill_worker_that_has_the_adapter_is_kept_unless_another_is_clearly
     members[1].resident = {"x": 0}
     for cost, expected in ((0.97, "p1"), (0.5, "p0")):
         known = Known(costs={("p0", "d0"): cost, ("p1", "d0"): 1.0})
-        demand = replace(DEMAND, adapter="x")
+        demand = structs.replace(DEMAND, adapter="x")
         assert place(members, "slo_aware", demand=demand, known=known) == (expected, "d0")
 
 

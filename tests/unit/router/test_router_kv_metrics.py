@@ -37,7 +37,9 @@ def fleet() -> Fleet:
 
 def samples(fleet: Fleet, prefix: str = "pdserve_worker_kv_") -> list[str]:
     metrics = RouterMetrics(SloConfig())
-    metrics.watch(fleet, AdmissionController(AdmissionLimits()), None, tuple, tuple)
+    metrics.watch(
+        fleet, AdmissionController(AdmissionLimits(), clock=fleet.now), None, tuple, tuple
+    )
     lines: Iterable[str] = metrics.render()[0].decode().splitlines()
     return [line for line in lines if line.startswith(prefix)]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 from placing import FULL, IDLE, decide, place, seen, worker
 
 from pdserve.config import SloConfig
@@ -55,7 +56,7 @@ def test_workers_where_the_router_is_are_preferred_in_every_turn() -> None:
     for policy in POLICIES:
         if policy not in ("round_robin", "always_aggregated"):
             assert {place(members, policy, turn=turn) for turn in range(4)} == {("p0", "d0")}
-    single = replace(DEMAND, prefill_only=True)
+    single = structs.replace(DEMAND, prefill_only=True)
     assert {place(members, turn=turn, demand=single) for turn in range(4)} == {(None, "p0")}
 
 
