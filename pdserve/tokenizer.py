@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -50,6 +50,13 @@ class Conversation:
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
+
+
+class TextPair(NamedTuple):
+    """Two texts that a cross-encoder compares."""
+
+    first: str
+    second: str
 
 
 def read_files(path: Path) -> dict[str, bytes]:
@@ -126,6 +133,12 @@ class Tokenizer:
         # The batch call makes no offsets, and releases the GIL.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
+
+    def encode_pair(self, pair: TextPair) -> tuple[tuple[int, ...], int]:
+        """Return the token ids of both texts, and where those of the second one begin."""
+        encoding = self._fast.encode(*pair)
+        first = next((i for i, x in enumerate(encoding.type_ids) if x), len(encoding.ids))
+        return tuple(encoding.ids), first
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens included."""

@@ -336,6 +336,7 @@ class GenerateRequest:
     cache_salt: str = field(default="", repr=False)
     parsing: Parsing | None = None
     reasoning_gate: ReasoningGate | None = None
+    second_text_at: int = 0  # in the tokens of a pair of texts, for a cross-encoder
 
     @property
     def served_name(self) -> str:
@@ -355,7 +356,8 @@ class GenerateRequest:
 class ModelInfo:
     """A served model. `path` is where its worker has the files of its tokenizer, and `tokenizer`
     their digest (tokenizer.py), empty if it has none. `aliases` are further names that it answers
-    to, and `sampling_defaults` the sampling parameters of requests that do not set them."""
+    to, and `sampling_defaults` the sampling parameters of requests that do not set them. A
+    `cross_encoder` scores pairs of texts, and has no embeddings."""
 
     name: str
     path: str
@@ -365,6 +367,7 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     tokenizer: str = ""
+    cross_encoder: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -226,9 +226,11 @@ class Attempt:
             self._submit_decode(self._producer, resume, live=True)
         elif self._prefill is None:
             command = self._command(resume)
-            is_pooling = self._decode.role is Role.POOLING
-            phase = command.submit.pooling if is_pooling else command.submit.aggregated
-            phase.SetInParent()
+            if self._decode.role is Role.POOLING:
+                pooling = w.PoolingPhase(second_text_at=self._request.second_text_at)
+                command.submit.pooling.CopyFrom(pooling)
+            else:
+                command.submit.aggregated.SetInParent()
             self._decode.submit(command)
         else:
             if self.handoff.style is HandoffStyle.CONCURRENT:

@@ -81,7 +81,10 @@ class AggregatedPhase:
 
 @dataclass(frozen=True, slots=True)
 class PoolingPhase:
-    """Compute the prompt's embedding."""
+    """Compute the prompt's embedding, or a cross-encoder's score of a pair of texts; the second one
+    begins at the token `second_text_at`."""
+
+    second_text_at: int = 0
 
 
 Phase = PrefillPhase | DecodePhase | AggregatedPhase | PoolingPhase

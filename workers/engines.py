@@ -42,7 +42,8 @@ def make_engine(
     if config.adapters:
         engine_args["enable_lora"] = True
     if config.role is Role.POOLING:
-        engine_args["runner"] = "pooling"
+        # vLLM knows which models of this kind have a KV cache that can keep prefixes.
+        engine_args = {"enable_prefix_caching": None, **engine_args, "runner": "pooling"}
     elif config.role is not Role.AGGREGATED:
         extra = connector_config(config.kv, config.access)
         kv = KvSettings(instance_id, extra, config.kv.connector, config.kv.host)

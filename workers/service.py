@@ -721,7 +721,7 @@ def _phase(submit: w.Submit) -> Phase:
         case "aggregated":
             return AggregatedPhase()
         case "pooling":
-            return PoolingPhase()
+            return PoolingPhase(submit.pooling.second_text_at)
     raise InvalidRequest("phase is missing", field="phase")
 
 

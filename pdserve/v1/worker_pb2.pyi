@@ -22,7 +22,7 @@ ROLE_AGGREGATED: Role
 ROLE_POOLING: Role
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults", "tokenizer")
+    __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults", "tokenizer", "cross_encoder")
     class SamplingDefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class ModelInfo(_message.Message):
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    CROSS_ENCODER_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     max_model_len: int
@@ -46,7 +47,8 @@ class ModelInfo(_message.Message):
     aliases: _containers.RepeatedScalarFieldContainer[str]
     sampling_defaults: _containers.ScalarMap[str, float]
     tokenizer: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ..., tokenizer: _Optional[str] = ...) -> None: ...
+    cross_encoder: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ..., tokenizer: _Optional[str] = ..., cross_encoder: _Optional[bool] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
     __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff")
@@ -525,8 +527,10 @@ class AggregatedPhase(_message.Message):
     def __init__(self) -> None: ...
 
 class PoolingPhase(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("second_text_at",)
+    SECOND_TEXT_AT_FIELD_NUMBER: _ClassVar[int]
+    second_text_at: int
+    def __init__(self, second_text_at: _Optional[int] = ...) -> None: ...
 
 class WatchCache(_message.Message):
     __slots__ = ()

@@ -1,6 +1,6 @@
 """Bodies of /v1/embeddings, /v1/score and /v1/rerank, with the fields of OpenAI, vLLM and Cohere.
 
-Scores are the cosine of two embeddings, as vLLM computes them for models that embed.
+Scores are the cosine of two embeddings, or what a cross-encoder says of a pair, as in vLLM.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from pdserve.errors import PdserveError
+from pdserve.tokenizer import TextPair
 from router.api.bodies import NO_EFFECT, Body, Known, ModelName, Text, TokenId, knows, refuse
 from router.api.openai import prompts_of
 
@@ -113,14 +114,13 @@ class PoolingApi:
             ]
             return _list(request_id, model, tokens) | {"data": data}
         if isinstance(body, ScoreRequest):
-            texts = [text for pair in body.pairs() for text in pair]
-            model, found, tokens = await self._embed(body, "text_2", texts, request_id, tenant)
-            scores = [_cosine(*found[i : i + 2]) for i in range(0, len(found), 2)]
+            model, scores, tokens = await self._scores(
+                body, "text_2", body.pairs(), request_id, tenant
+            )
             data = [{"index": i, "object": "score", "score": x} for i, x in enumerate(scores)]
             return _list(request_id, model, tokens) | {"data": data}
-        texts = [body.query, *body.documents]
-        model, found, tokens = await self._embed(body, "documents", texts, request_id, tenant)
-        scores = [_cosine(found[0], x) for x in found[1:]]
+        pairs = [(body.query, document) for document in body.documents]
+        model, scores, tokens = await self._scores(body, "documents", pairs, request_id, tenant)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
         results = [
             {"index": i, "relevance_score": scores[i]}
@@ -130,19 +130,38 @@ class PoolingApi:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"id": request_id, "model": model, "usage": usage, "results": results}
 
+    async def _scores(
+        self,
+        body: Bodies,
+        field: str,
+        pairs: Sequence[tuple[str, str]],
+        request_id: str,
+        tenant: str,
+    ) -> tuple[str, list[float], int]:
+        """Return the model, the score of each pair, and how many tokens they have."""
+        if self._preprocessor.find(body.model or "")[0].cross_encoder:
+            whole = [TextPair(*pair) for pair in pairs]
+            model, found, tokens = await self._embed(body, field, whole, request_id, tenant)
+            return model, [float(_vector(x)[0]) for x in found], tokens
+        texts = [text for pair in pairs for text in pair]
+        model, found, tokens = await self._embed(body, field, texts, request_id, tenant)
+        return model, [_cosine(*found[i : i + 2]) for i in range(0, len(found), 2)], tokens
+
     async def _embed(
         self,
         body: Bodies,
         field: str,
-        inputs: Sequence[str | tuple[int, ...]],
+        inputs: Sequence[str | tuple[int, ...] | TextPair],
         request_id: str,
         tenant: str,
     ) -> tuple[str, list[bytes], int]:
-        """Return the model, the embedding of each input, and how many tokens they have. Equal
-        inputs are computed once."""
+        """Return the model, the embedding of each input or the score of each pair, and how many
+        tokens they have. Equal inputs are computed once."""
         model, adapter = self._preprocessor.find(body.model or "")
         if adapter is not None:
             refuse("model", f"{body.model} is a LoRA adapter: adapters have no embeddings")
+        if model.cross_encoder and isinstance(body, EmbeddingsRequest):
+            refuse("model", f"{model.name} scores pairs of texts, and has no embeddings")
         self._embedder.check(model.name)
         unique = list(dict.fromkeys(inputs))
         made = [

@@ -20,7 +20,7 @@ from pdserve.errors import (
     Unavailable,
     UnsupportedField,
 )
-from pdserve.tokenizer import Conversation
+from pdserve.tokenizer import Conversation, TextPair
 from pdserve.types import Constraint, GenerateRequest, Parsing, SamplingParams, ServiceClass
 
 if TYPE_CHECKING:
@@ -207,16 +207,21 @@ class Preprocessor:
 
     async def embedding_request(
         self,
-        prompt: str | tuple[int, ...],
+        prompt: str | tuple[int, ...] | TextPair,
         model: ModelInfo,
         request_id: str,
         *,
         field: str,
         tenant: str,
     ) -> GenerateRequest:
-        """Return a request for the embedding of `prompt`. Raises InvalidRequest, naming `field`,
-        and ContextLengthExceeded with both lengths."""
-        tokens = await self.tokenise(prompt, model, None, field=field)
+        """Return a request for the embedding of `prompt`, or the score of a pair. Raises
+        InvalidRequest, naming `field`, and ContextLengthExceeded with both lengths."""
+        second_text_at = 0
+        if isinstance(prompt, TextPair):
+            encode = (await self.tokenizer(model)).encode_pair
+            tokens, second_text_at = await asyncio.to_thread(encode, prompt)
+        else:
+            tokens = await self.tokenise(prompt, model, None, field=field)
         _check_ids(tokens, model, field=field)
         if len(tokens) >= model.max_model_len:
             raise ContextLengthExceeded(
@@ -230,6 +235,7 @@ class Preprocessor:
             sampling=SamplingParams(max_tokens=1),
             deadline=self._now() + self._timeout_s,
             tenant=tenant,
+            second_text_at=second_text_at,
         )
 
     def find(self, name: str) -> tuple[ModelInfo, Adapter | None]:

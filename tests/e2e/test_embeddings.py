@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from tests.patience import START_S, WAIT_S
 from tests.up_process import up
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TEXTS = ["What is prefill?", "Why do leaves turn red?"]
+DOCUMENTS = [TEXTS[0], TEXTS[1] * 6]  # for the cross-encoder: the second has more than one block
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +91,55 @@ def test_what_is_wrong_is_refused_by_field(
 ) -> None:
     answer = post(ready, f"/v1/{path}", body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def make_cross_encoder(folder: Path) -> list[float]:
+    """Save a small BERT with one label. Return its scores of the first text with DOCUMENTS."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *pre_tokenize(" ".join(TEXTS))]
+    fast = Tokenizer(models.WordLevel({x: i for i, x in enumerate(words)}, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    pair = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    fast.post_processor = processors.TemplateProcessing(**pair, special_tokens=special)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token="[PAD]", model_input_names=names
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.5}
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=64, num_labels=1, dtype="float32", **sizes, **layers)
+    ).eval()
+    model.save_pretrained(folder)
+    pairs = tokenizer([TEXTS[0]] * 2, DOCUMENTS, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        scores: list[float] = torch.sigmoid(model(**pairs).logits).flatten().tolist()
+    return scores
+
+
+def pre_tokenize(text: str) -> list[str]:
+    found = pre_tokenizers.BertPreTokenizer().pre_tokenize_str(text)
+    return list(dict.fromkeys(word for word, _ in found))
+
+
+def test_a_cross_encoder_scores_pairs_and_embeds_nothing(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    expected = make_cross_encoder(model)
+    pools = ("--engine", "vllm", "--prefill", "0", "--decode", "0", "--pooling", "1")
+    exact = ("--set", "worker.engine_args={dtype: float32}")
+    with up(tmp_path, *pools, "--model", str(model), *exact) as running:
+        ready = running.wait_until_serving(within_s=START_S)
+        scored = post(ready, "/v1/score", {"text_1": TEXTS[0], "text_2": DOCUMENTS}).json()
+        assert [x["score"] for x in scored["data"]] == pytest.approx(expected, rel=1e-3)
+        ranked = post(ready, "/v1/rerank", {"query": TEXTS[0], "documents": DOCUMENTS}).json()
+        found = [x["relevance_score"] for x in ranked["results"]]
+        assert found == pytest.approx(sorted(expected, reverse=True), rel=1e-3)
+        refused = post(ready, "/v1/embeddings", {"input": "a"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        running.send(signal.SIGINT)
+        assert running.wait() == 0
 
 
 def test_a_killed_worker_costs_no_embedding(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from workers.vllm.speculation import check_packages
 if TYPE_CHECKING:
     from dataclasses import Field
 
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
     from pdserve.config import TiersConfig
     from workers.vllm.settings import KvSettings, VllmSettings
@@ -178,6 +178,21 @@ def check_on_cpu(config: VllmConfig) -> None:
             "engine_args.enable_prefix_caching must be false for Mamba-2 layers on a CPU",
             field="engine_args.enable_prefix_caching",
         )
+
+
+def is_cross_encoder(model: ModelConfig) -> bool:
+    """Return whether a pooling model scores pairs of texts. Raise ConfigError if it neither does
+    that by one number, from texts that its tokenizer joins, nor embeds."""
+    if model.runner_type != "pooling" or model.score_type == "bi-encoder":
+        return False
+    is_single = getattr(model.hf_config, "num_labels", 0) == 1
+    if model.score_type == "cross-encoder" and is_single and model.use_sep_token:
+        return True
+    raise ConfigError(
+        f"model: {model.architecture} is not supported: pooling workers serve models that embed, "
+        "and cross-encoders with one label whose tokenizer joins pairs of texts",
+        field="model",
+    )
 
 
 def warn_of_cut_context(config: VllmConfig) -> None:

@@ -63,6 +63,7 @@ from workers.vllm import cache, sampling
 from workers.vllm.args import (
     check_on_cpu,
     engine_args,
+    is_cross_encoder,
     settings_in_effect,
     warn_of_cut_context,
 )
@@ -187,9 +188,11 @@ class VllmCore:
                 aliases=settings.model_names[1:],
                 sampling_defaults=model.get_diff_sampling_param(),
                 tokenizer=digest_of(read_files(path)),
+                cross_encoder=is_cross_encoder(model),
             ),
             block_size=config.cache_config.block_size,
-            total_blocks=int(config.cache_config.num_gpu_blocks) - 1,  # less the null block
+            # Less the null block, which is all that a model without a KV cache has.
+            total_blocks=max(1, int(config.cache_config.num_gpu_blocks) - 1),
             max_num_seqs=config.scheduler_config.max_num_seqs,
             kv=self._endpoint(),
             settings=settings_in_effect(config),
@@ -268,11 +271,13 @@ class VllmCore:
             if work.adapter and adapter is None:
                 raise InvalidRequest(f"adapter {work.adapter} is not loaded", field="adapter")
             transfer = params_for(work, self._handoff)
-            is_pooling = isinstance(work.phase, PoolingPhase)
+            phase = work.phase
             vllm_id = self._engine.add_request(
                 key,
                 tokens_input(list(work.prompt_token_ids), cache_salt=work.cache_salt or None),
-                PoolingParams(task="embed") if is_pooling else sampling.to_vllm(work, transfer),
+                self._pooling(phase)
+                if isinstance(phase, PoolingPhase)
+                else sampling.to_vllm(work, transfer),
                 lora_request=adapter,
             )
             self._busy.name(work.stream_id, vllm_id)
@@ -282,11 +287,19 @@ class VllmCore:
             return [_refusal(work, error)]
         state = self._engine.output_processor.request_states[vllm_id]
         stream = self._streams[work.stream_id] = _Stream(work, vllm_id, state, submitted)
-        if is_pooling:
+        if isinstance(phase, PoolingPhase):
             return []
         if stopped := sampling.feed(state, work.resume_token_ids):
             return [self._end_at_seam(stream, stopped)]
         return []
+
+    def _pooling(self, phase: PoolingPhase) -> PoolingParams:
+        if not self.info.model.cross_encoder:
+            return PoolingParams(task="embed")
+        params = PoolingParams(task="classify")
+        if "token_type_ids" in self._engine.get_tokenizer().model_input_names:
+            params.extra_kwargs = {"compressed_token_type_ids": phase.second_text_at}
+        return params
 
     def cancel(self, stream_id: int) -> None:
         if (stream := self._streams.pop(stream_id, None)) is not None:
