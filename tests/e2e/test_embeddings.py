@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from tests.patience import START_S, WAIT_S
-from tests.up_process import up
+from tests.up_process import ROOT, up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,33 +95,25 @@ def test_what_is_wrong_is_refused_by_field(
 
 def make_cross_encoder(folder: Path) -> list[float]:
     """Save a small BERT with one label. Return its scores of the first text with DOCUMENTS."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *pre_tokenize(" ".join(TEXTS))]
-    fast = Tokenizer(models.WordLevel({x: i for i, x in enumerate(words)}, unk_token="[UNK]"))
-    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    pair = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
-    special = [("[CLS]", 2), ("[SEP]", 3)]
-    fast.post_processor = processors.TemplateProcessing(**pair, special_tokens=special)
+    fast = Tokenizer.from_file(str(ROOT / "pdserve/demo/model/tokenizer.json"))
+    end, pair = "<|end|>", "$A <|end|> $B:1 <|end|>:1"
+    special = [(end, fast.token_to_id(end))]
+    fast.post_processor = processors.TemplateProcessing("$A", pair, special_tokens=special)
     names = ["input_ids", "token_type_ids", "attention_mask"]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=fast, pad_token="[PAD]", model_input_names=names
+        tokenizer_object=fast, pad_token=end, model_input_names=names
     )
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 64}
+    sizes = {"vocab_size": 1536, "hidden_size": 64, "intermediate_size": 64}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.5}
-    model = BertForSequenceClassification(
-        BertConfig(vocab_size=64, num_labels=1, dtype="float32", **sizes, **layers)
-    ).eval()
+    config = BertConfig(num_labels=1, max_position_embeddings=128, **sizes, **layers)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config).eval()
     model.save_pretrained(folder)
     pairs = tokenizer([TEXTS[0]] * 2, DOCUMENTS, return_tensors="pt", padding=True)
     with torch.no_grad():
         scores: list[float] = torch.sigmoid(model(**pairs).logits).flatten().tolist()
     return scores
-
-
-def pre_tokenize(text: str) -> list[str]:
-    found = pre_tokenizers.BertPreTokenizer().pre_tokenize_str(text)
-    return list(dict.fromkeys(word for word, _ in found))
 
 
 def test_a_cross_encoder_scores_pairs_and_embeds_nothing(tmp_path: Path) -> None:

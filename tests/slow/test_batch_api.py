@@ -121,5 +121,4 @@ async def test_a_line_is_answered_as_its_endpoint_does(
         assert (good["custom_id"], good["response"]["body"]["object"]) == ("good", kind)
         assert (bad["custom_id"], bad["response"]["body"]["error"]["param"]) == ("bad", "stream")
         if kind == "response":
-            stored = await client.responses.retrieve(good["response"]["body"]["id"])
-            assert stored.output_text
+            assert (await client.responses.retrieve(good["response"]["body"]["id"])).output_text

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -158,21 +157,19 @@ def test_node_client(client: str, url: str) -> None:
 
 def script(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
     """Have fake engines say `answers` in the demo model's tokens: the n-th to a conversation with n
-    results of tools. Their KV becomes (n, number of tokens said)."""
+    results of tools. Their KV becomes n and a byte for each token said."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     result = tokenizer.token_to_id("<|tool|>")
     said = [[*tokenizer.encode(x).ids, fake_model.EOS] for x in answers]
 
     def kv_of(token_ids: Sequence[int], adapter: str = "") -> bytes:
-        return struct.pack("<II", token_ids.count(result), 0)
+        return bytes([token_ids.count(result)])
 
     def extend(kv: bytes, token_ids: Sequence[int]) -> bytes:
-        n, tokens = struct.unpack("<II", kv)
-        return struct.pack("<II", n, tokens + len(token_ids))
+        return kv + bytes(len(token_ids))
 
     def next_token(kv: bytes, *_: object) -> int:
-        n, tokens = struct.unpack("<II", kv)
-        return said[n][tokens]
+        return said[kv[0]][len(kv) - 1]
 
     def text_of(token_id: int) -> str:
         text: str = tokenizer.decode([token_id], skip_special_tokens=False)
@@ -191,12 +188,10 @@ async def test_a_turn_of_codex_runs_the_command_that_the_model_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its instructions and tools are longer than the demo model's context, so fake engines serve it.
-    demo, home, folder = tmp_path / "model", tmp_path / "home", tmp_path / "folder"
+    demo = tmp_path / "model"
     shutil.copytree(DEMO, demo)
     config = json.loads((demo / "config.json").read_text()) | {"max_position_embeddings": 1 << 16}
     (demo / "config.json").write_text(json.dumps(config))
-    home.mkdir()
-    folder.mkdir()
     call = {"name": "exec_command", "arguments": {"cmd": "echo written by a tool > note"}}
     script(monkeypatch, f"<tool_call>{json.dumps(call)}</tool_call>", "The note is written.")
     worker = {"model": str(demo), "model_names": (MODEL,)}
@@ -214,8 +209,8 @@ async def test_a_turn_of_codex_runs_the_command_that_the_model_asks_for(
         options += ["--skip-git-repo-check", "--sandbox", "danger-full-access", "--json"]
         process = await asyncio.create_subprocess_exec(
             *(str(CODEX), "exec", *options, "Write a note."),
-            cwd=folder,
-            env={**ENV, "CODEX_HOME": str(home)},
+            cwd=tmp_path,
+            env={**ENV, "CODEX_HOME": str(tmp_path)},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -228,7 +223,7 @@ async def test_a_turn_of_codex_runs_the_command_that_the_model_asks_for(
             await process.wait()
             raise
     assert process.returncode == 0, output.decode()
-    assert (folder / "note").read_text() == "written by a tool\n", output.decode()
+    assert (tmp_path / "note").read_text() == "written by a tool\n", output.decode()
     assert "The note is written." in output.decode()
 
 

@@ -448,22 +448,14 @@ async def test_grpc_carries_tools_and_reasoning(apis: Apis, model_dir: Path) -> 
 
 
 async def test_the_client_gives_what_is_set_and_nothing_else(apis: Apis) -> None:
-    tool = Tool("get_time", "Tells the time.", strict=True)
-    asked = apis.client.generate(
-        [ChatMessage("user", "Time?")],
-        tools=[tool],
-        tool_choice="required",
-        include_reasoning=False,
-    )
-    _ = [delta async for delta in asked]
+    tool, question = Tool("get_time", "Tells.", strict=True), [ChatMessage("user", "Time?")]
+    options: dict[str, Any] = {"tool_choice": "required", "include_reasoning": False}
+    _ = [delta async for delta in apis.client.generate(question, tools=[tool], **options)]
     parsing = apis.generator.requests[0].parsing
     assert parsing is not None
-    function = {"name": "get_time", "description": "Tells the time.", "strict": True}
-    assert json.loads(parsing.request_json) == {
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": "required",
-        "include_reasoning": False,
-    }
+    function = {"name": "get_time", "description": "Tells.", "strict": True}
+    tools = [{"type": "function", "function": function}]
+    assert json.loads(parsing.request_json) == {"tools": tools, **options}
 
 
 @pytest.mark.parametrize(
