@@ -2,8 +2,9 @@
 
 One router and `--workers` fake engines, half of them for prefill, with `--streams` requests in
 flight. Each round takes the router's processor time for `--seconds` without a viewer and with one
-that reads all events. Where chromium and playwright are installed, each round also counts the
-frames of the page in Chromium, which has no GPU here and shares the cores with all else.
+that reads all events. Where chromium and playwright are installed, the frames of the page are
+counted, and how long its main thread (scripts, style, layout and paint) works for each: where
+engines and a browser without a GPU share few cores, frames are late although the page is not slow.
 """
 
 from __future__ import annotations
@@ -132,19 +133,24 @@ async def _frames(url: str, args: argparse.Namespace, progress: Progress) -> lis
         tools = await page.context.new_cdp_session(page)
         await tools.send("Performance.enable")
 
-        async def busy_s() -> float:
+        async def used_ms() -> list[float]:
             metrics = (await tools.send("Performance.getMetrics"))["metrics"]
-            return next(float(x["value"]) for x in metrics if x["name"] == "TaskDuration")
+            found = {x["name"]: 1e3 * float(x["value"]) for x in metrics}
+            return [found[f"{x}Duration"] for x in ("Task", "Script", "RecalcStyle", "Layout")]
 
         for view in PAGES:
             progress.step(f"frames of {view}")
             await page.goto(f"{url}/console#{view}")
             await asyncio.sleep(5.0)
-            began, used_s = time.perf_counter(), await busy_s()
+            before = await used_ms()
             counted = [await page.evaluate(_FRAMES, args.seconds) for _ in range(args.rounds)]
-            used = (await busy_s() - used_s) / (time.perf_counter() - began)
             rate, longest_ms = (median(x[i] for x in counted) for i in (0, 1))
-            frames = f"{rate:.0f} frames/s, longest pause {longest_ms:.0f} ms"
-            found.append(f"{view}: {frames}, the page's main thread is busy {100 * used:.0f} %")
+            frames = args.seconds * sum(x[0] for x in counted)
+            pairs = zip(await used_ms(), before, strict=True)
+            total, *parts = (f"{(b - a) / frames:.1f}" for b, a in pairs)
+            found.append(
+                f"{view}: {rate:.0f} frames/s, longest pause {longest_ms:.0f} ms, main thread"
+                f" {total} ms a frame (scripts {parts[0]}, style {parts[1]}, layout {parts[2]})"
+            )
         await browser.close()
     return found

@@ -25,6 +25,7 @@ const status = document.getElementById("status");
 const main = document.getElementById("view");
 const made = {};
 let current = null;
+let isDue = false;
 
 function show() {
   const name = location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "requests";
@@ -37,6 +38,16 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   if (app.state.hello) current.update();
+}
+
+/** Draw in the next frame, once for all that came until then; not while the page is hidden. */
+function draw() {
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(() => {
+    isDue = false;
+    current.update();
+  });
 }
 
 /** Ask for the key. It stays in this page's memory. */
@@ -64,7 +75,7 @@ async function connect() {
     app.state.apply(event);
     status.className = "live";
     setText(status, `${number(app.state.running)} running, ${number(app.state.queued)} queued`);
-    current.update();
+    draw();
   }
 }
 

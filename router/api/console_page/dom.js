@@ -53,7 +53,8 @@ export function table(caption, heads, rows, props = {}, textAt = -1) {
       make("tbody", {}, ...rows.map(row))));
 }
 
-export const number = (x, digits = 0) => x.toLocaleString("en", { maximumFractionDigits: digits });
+const formats = Array.from({ length: 7 }, (_, digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
+export const number = (x, digits = 0) => formats[digits].format(x);
 
 export function seconds(s) {
   if (s === undefined || s === null || Number.isNaN(s)) return "–";

@@ -56,7 +56,7 @@ function groups(rows) {
 }
 
 function summary(rows, slo) {
-  const sorted = (values) => values.filter((x) => x !== undefined).sort((a, b) => a - b);
+  const sorted = (values) => Float64Array.from(values.filter((x) => x !== undefined)).sort();
   const answered = rows.filter((x) => x.receipt);
   const ttft = sorted(answered.map((x) => x.ttft_s));
   const tpot = sorted(answered.map(tpotOf));
@@ -110,6 +110,6 @@ function reasons(rows) {
   }
   if (!counts.size) return make("p", { class: "none" }, "None.");
   const sorted = [...counts].sort((a, b) => b[1] - a[1]);
-  return table("By tenant, class and reason", ["tenant", "class", "error", "reason", "", "requests"],
+  return table("By tenant, class and reason", ["tenant", "class", "error", "reason", "result", "requests"],
     sorted.map(([name, n]) => [...JSON.parse(name), number(n)]));
 }

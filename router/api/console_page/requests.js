@@ -5,7 +5,7 @@ import { fateOf } from "./state.js";
 import { read } from "./stream.js";
 import { bar, drawBar, legend } from "./waterfall.js";
 
-const SHOWN = 80;
+const SHOWN = 50;
 const LIST_EVERY_S = 1; // models and tenants to choose from
 
 export function requestsView(app) {
@@ -45,8 +45,9 @@ export function requestsView(app) {
   for (const control of [model, tenant, fate, order]) control.addEventListener("change", () => update());
 
   function matching() {
-    const fits = (row) => (!model.value || row.model === model.value) && (!tenant.value || row.tenant === tenant.value)
-      && (!fate.value || fateOf(row) === fate.value);
+    const [ofModel, ofTenant, ofFate] = [model.value, tenant.value, fate.value];
+    const fits = (row) => (!ofModel || row.model === ofModel) && (!ofTenant || row.tenant === ofTenant)
+      && (!ofFate || fateOf(row) === ofFate);
     const rows = [...state.open.values(), ...state.ended].filter(fits);
     const length = (row) => (row.ended || state.now) - row.arrived;
     rows.sort(order.value === "slowest" ? (a, b) => length(b) - length(a) : (a, b) => b.n - a.n);
