@@ -171,8 +171,9 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
         (
             "Of each router: add them up over routers. Each second that a worker is there has one "
             "`kind`: `prefill` or `decode` for an answer, `waste` for what no answer needs or was "
-            "computed again, with a `reason`, or `idle`. Costs need `router.prices`, joules a "
-            "counter of energy."
+            "computed again, with a `reason`, or `idle`. What a killed worker did since its last "
+            "renewal, three of which are in a `router.lease_s`, is not counted. Costs need "
+            "`router.prices`, joules a counter of energy."
         ),
         (
             _counter("engine_seconds", _ACCOUNT, "Time of workers."),

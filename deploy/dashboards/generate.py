@@ -89,7 +89,8 @@ _MEAN = (
     ' / sum(rate({0}_count{{model=~"$model"}}[$__rate_interval]))'
 )
 
-WASTE = 'kind="waste"'
+_WASTE, _PREFILL, _DECODE = (f'kind="{kind}"' for kind in ("waste", "prefill", "decode"))
+_ENERGY = "pdserve_energy_joules_total"
 
 
 def _sum_rate(metric: str, by: str, where: str = "") -> str:
@@ -100,11 +101,14 @@ def _cost(by: str, where: str = "") -> str:
     return _sum_rate("pdserve_cost_total", by, where)
 
 
-def _of_million(kind: str, tokens: str) -> str:
-    """Return the price of a million tokens of a model."""
-    counted = _sum_rate(f"pdserve_{tokens}_tokens_total", "model")
-    where = f'kind="{kind}"'
-    return f"1e6 * {_cost('model', where)} / {counted}"
+def _of_token(metric: str) -> tuple[tuple[str, str], ...]:
+    """Return what a token of a model takes of `metric`."""
+    prompt = _sum_rate("pdserve_prompt_tokens_total", "model")
+    generated = _sum_rate("pdserve_generation_tokens_total", "model")
+    return (
+        (f"{_sum_rate(metric, 'model', _PREFILL)} / {prompt}", "{{model}} prompt"),
+        (f"{_sum_rate(metric, 'model', _DECODE)} / {generated}", "{{model}} generated"),
+    )
 
 
 DASHBOARDS: dict[str, tuple[Panel, ...]] = {
@@ -293,17 +297,21 @@ DASHBOARDS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Waste an hour by reason",
             "short",
-            ((f"3600 * {_cost('role, reason', WASTE)}", "{{role}} {{reason}}"),),
+            ((f"3600 * {_cost('role, reason', _WASTE)}", "{{role}} {{reason}}"),),
         ),
         Panel(
             "Cost of a million tokens",
             "short",
-            (
-                (_of_million("prefill", "prompt"), "{{model}} prompt"),
-                (_of_million("decode", "generation"), "{{model}} generated"),
-            ),
+            tuple((f"1e6 * {expr}", legend) for expr, legend in _of_token("pdserve_cost_total")),
             "Without waste and idle time.",
         ),
+        Panel(
+            "Power by use",
+            "watt",
+            ((_sum_rate(_ENERGY, "role, kind"), "{{role}} {{kind}}"),),
+            "Of the workers that have a counter of energy: NVML's or RAPL's.",
+        ),
+        Panel("Energy of a token", "joule", _of_token(_ENERGY), "Without waste and idle time."),
     ),
     "gpus": tuple(
         Panel(title, unit, ((expr, legend),))
@@ -503,9 +511,11 @@ def as_dashboard(name: str) -> str:
             query = prometheus.Dataquery().expr(check(expr)).legend_format(legend).ref_id(letter)
             graph = graph.with_target(query.exemplar("_bucket" in expr))
         built = built.with_panel(graph)
-    return (
-        json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(built.build())), indent=1) + "\n"
-    )
+    found = json.loads(JSONEncoder(sort_keys=True).encode(built.build()))
+    for variable in found["templating"]["list"]:
+        for name in ("auto", "auto_count", "auto_min"):  # the library's; Grafana's schema has none
+            del variable[name]
+    return json.dumps(found, indent=1) + "\n"
 
 
 def rules() -> dict[str, Any]:

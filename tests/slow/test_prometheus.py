@@ -19,7 +19,9 @@ import openai
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.registry import Collector
 
+from pdserve.metrics import family
 from pdserve.security.keys import hash_key, new_key
 from pdserve.v1 import worker_pb2 as w
 from tests.dashboards import generate
@@ -30,6 +32,8 @@ from workers.gpu import Gpus
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
     from pathlib import Path
+
+    from prometheus_client.core import Metric
 
 
 pytestmark = pytest.mark.skipif(
@@ -79,14 +83,23 @@ class Prometheus:
         self._log.close()
 
 
+class Energy(Collector):
+    """What a router shows whose workers have a counter of energy."""
+
+    def collect(self) -> Iterator[Metric]:
+        kinds = ("prefill", "decode", "waste", "idle")
+        yield family("energy_joules", [(("pdserve-demo", "decode", x, ""), 1.0) for x in kinds])
+
+
 @pytest.fixture
 def gpu_target() -> Iterator[str]:
-    """Yield the address of a page as of a worker with a GPU. The figures are made up."""
+    """Yield the address of a page with what needs a GPU. The figures are made up."""
     registry, gpus = CollectorRegistry(), Gpus()
     gpus.latest = [
         w.GpuHealth(index=0, temperature_c=60, memory_used_bytes=1, memory_total_bytes=2)
     ]
     registry.register(gpus)
+    registry.register(Energy())
     server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
     yield f"127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -98,3 +98,4 @@ async def test_what_a_worker_reports_counts_and_what_dies_with_it_is_waste(books
     fleet.members["p"].lease_end = -1.0
     fleet.expire()
     assert books.of("cost")["waste", "worker_lost"] == pytest.approx(2.0 * 2.0)
+    assert sum(books.of("engine_seconds").values()) == 5.0 + 1.0 + 2.0  # nothing is guessed
