@@ -18,16 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
     from pathlib import Path
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # How long a statement waits for another router's. Theirs take milliseconds.
@@ -170,6 +171,18 @@ class Upload:
         self.path.unlink(missing_ok=True)
 
 
+def _on_thread(
+    work: Callable[Concatenate[BatchStore, P], T],
+) -> Callable[Concatenate[BatchStore, P], Awaitable[T]]:
+    """Run a method of BatchStore on its thread."""
+
+    async def run(store: BatchStore, /, *args: P.args, **options: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(store._thread, partial(work, store, *args, **options))
+
+    return run
+
+
 class BatchStore:
     """Owns the connection to the database, on a thread of its own. Released by `close`."""
 
@@ -185,105 +198,12 @@ class BatchStore:
             raise ConfigError(f"cannot use {folder}: {error}", field="batch.directory") from error
 
     async def close(self) -> None:
-        await self._run(self._db.close)
+        await self._close()
         self._thread.shutdown()
 
-    # Files.
-
-    def upload(self) -> Upload:
-        """Begin a file. Blocks for a moment, as do the upload's own methods."""
-        return Upload(self._path(_new_id("file")))
-
-    async def keep(self, upload: Upload, tenant: str, filename: str, purpose: str) -> StoredFile:
-        return await self._run(self._keep, upload, tenant, filename, purpose)
-
-    async def file(self, file_id: str, tenant: str) -> StoredFile | None:
-        found = await self._run(self._files, "id = ? AND tenant = ?", file_id, tenant)
-        return found[0] if found else None
-
-    async def files(self, tenant: str) -> list[StoredFile]:
-        """The newest first."""
-        return await self._run(self._files, "tenant = ?", tenant)
-
-    def path(self, file: StoredFile) -> Path:
-        return self._path(file.id)
-
-    async def delete(self, file: StoredFile) -> None:
-        await self._run(self._delete, file)
-
-    # Batches.
-
-    async def create(
-        self, file: StoredFile, endpoint: str, window: str, window_s: int, metadata: dict[str, str]
-    ) -> StoredBatch:
-        return await self._run(self._create, file, endpoint, window, window_s, metadata)
-
-    async def batch(self, batch_id: str, tenant: str) -> StoredBatch | None:
-        found = await self._run(self._batches, "id = ? AND tenant = ?", batch_id, tenant)
-        return found[0] if found else None
-
-    async def batches(self, tenant: str) -> list[StoredBatch]:
-        """The newest first."""
-        return await self._run(self._batches, "tenant = ?", tenant)
-
-    async def cancel(self, batch: StoredBatch) -> None:
-        """Ask the router that has the batch to end it."""
-        await self._run(self._cancel, batch.id)
-
-    # For the router that works on a batch: all raise LeaseLost, except `claim`.
-
-    async def claim(self, lease_s: float) -> StoredBatch | None:
-        """Return an open batch that no router works on, and lease it."""
-        return await self._run(self._claim, lease_s)
-
-    async def renew(self, batch_id: str, lease_s: float) -> StoredBatch:
-        return await self._run(self._renew, batch_id, lease_s)
-
-    async def start(self, batch_id: str, lines: Iterable[Line]) -> None:
-        """The input was valid: these are its lines. They are answered in the order of their bodies:
-        of prompts with the same prefix, one after the other, workers compute it once."""
-        placed = enumerate(sorted(lines, key=lambda line: line.body))
-        numbered = [x._replace(number=place << _LINE_BITS | x.number) for place, x in placed]
-        await self._run(self._start, batch_id, numbered)
-
-    async def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """Return lines without an answer whose number is above `after`."""
-        return await self._run(self._pending, batch_id, after, limit)
-
-    async def answer(self, batch_id: str, number: int, result: bytes, *, succeeded: bool) -> None:
-        """Commit a line's answer, as a line of the output or the error file. The first one
-        counts."""
-        await self._run(self._answer, batch_id, number, result, succeeded)
-
-    async def fail(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
-        """The input was not valid."""
-        await self._run(self._fail, batch_id, errors)
-
-    async def finish(
-        self, batch_id: str, status: Status, unanswered: Callable[[str], bytes]
-    ) -> None:
-        """Write the files and end the batch. `unanswered` makes the error line of a custom id that
-        has no answer."""
-        await self._run(self._finish, batch_id, status, unanswered)
-
-    # Responses.
-
-    async def keep_response(self, response: StoredResponse) -> None:
-        """Keep a response, and drop those that are too old or too many."""
-        await self._run(self._keep_response, response)
-
-    async def response(self, response_id: str, tenant: str) -> StoredResponse | None:
-        return await self._run(self._response, response_id, tenant)
-
-    async def delete_response(self, response: StoredResponse) -> None:
-        sql = "DELETE FROM responses WHERE tenant = ? AND id = ?"
-        await self._run(self._db.execute, sql, (response.tenant, response.id))
-
-    # Everything below runs on the thread.
-
-    async def _run(self, work: Callable[..., T], *args: Any) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, partial(work, *args))
+    @_on_thread
+    def _close(self) -> None:
+        self._db.close()
 
     def _open(self) -> sqlite3.Connection:
         path = self._folder / "batches.sqlite"
@@ -308,14 +228,15 @@ class BatchStore:
             raise
         self._db.execute("COMMIT")
 
-    def _path(self, file_id: str) -> Path:
-        return self._folder / file_id
+    # Files.
 
-    def _files(self, where: str, *values: str) -> list[StoredFile]:
-        rows = self._db.execute(
-            f"SELECT * FROM files WHERE {where} ORDER BY created_at DESC, id", values
-        )
-        return [StoredFile(*row) for row in rows]
+    def upload(self) -> Upload:
+        """Begin a file. Blocks for a moment, as do the upload's own methods."""
+        return Upload(self._folder / _new_id("file"))
+
+    @_on_thread
+    def keep(self, upload: Upload, tenant: str, filename: str, purpose: str) -> StoredFile:
+        return self._keep(upload, tenant, filename, purpose)
 
     def _keep(self, upload: Upload, tenant: str, filename: str, purpose: str) -> StoredFile:
         digest = upload.close()
@@ -325,36 +246,31 @@ class BatchStore:
         self._db.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", file)
         return file
 
-    def _delete(self, file: StoredFile) -> None:
+    @_on_thread
+    def file(self, file_id: str, tenant: str) -> StoredFile | None:
+        return next(self._files("id = ? AND tenant = ?", file_id, tenant), None)
+
+    @_on_thread
+    def files(self, tenant: str) -> list[StoredFile]:
+        """The newest first."""
+        return list(self._files("tenant = ?", tenant))
+
+    def _files(self, where: str, *values: str) -> Iterator[StoredFile]:
+        sql = f"SELECT * FROM files WHERE {where} ORDER BY created_at DESC, id"
+        return (StoredFile(*row) for row in self._db.execute(sql, values).fetchall())
+
+    def path(self, file: StoredFile) -> Path:
+        return self._folder / file.id
+
+    @_on_thread
+    def delete(self, file: StoredFile) -> None:
         self._db.execute("DELETE FROM files WHERE id = ?", (file.id,))
-        self._path(file.id).unlink(missing_ok=True)
+        self.path(file).unlink(missing_ok=True)
 
-    def _keep_response(self, response: StoredResponse) -> None:
-        with self._transaction() as db:
-            row = db.execute(
-                "INSERT OR REPLACE INTO responses (id, tenant, created_at, body, items)"
-                " VALUES (?, ?, ?, ?, ?) RETURNING number",
-                response,
-            ).fetchone()
-            db.execute(
-                "DELETE FROM responses WHERE (number <= ? OR created_at < ?)"
-                " AND number IN (SELECT number FROM responses ORDER BY number LIMIT 10)",
-                (row[0] - MAX_RESPONSES, response.created_at - RESPONSE_S),
-            )
+    # Batches.
 
-    def _response(self, response_id: str, tenant: str) -> StoredResponse | None:
-        row = self._db.execute(
-            "SELECT id, tenant, created_at, body, items FROM responses"
-            " WHERE id = ? AND tenant = ? AND created_at >= ?",
-            (response_id, tenant, int(time.time()) - RESPONSE_S),
-        ).fetchone()
-        return None if row is None else StoredResponse(*row)
-
-    def _batches(self, where: str, *values: str) -> list[StoredBatch]:
-        rows = self._db.execute(f"{_BATCH} WHERE {where} ORDER BY created_at DESC, id", values)
-        return [_batch(row) for row in rows]
-
-    def _create(
+    @_on_thread
+    def create(
         self, file: StoredFile, endpoint: str, window: str, window_s: int, metadata: dict[str, str]
     ) -> StoredBatch:
         batch_id, now = _new_id("batch"), int(time.time())
@@ -368,13 +284,33 @@ class BatchStore:
         )
         return self._batches("id = ?", batch_id)[0]
 
-    def _cancel(self, batch_id: str) -> None:
+    @_on_thread
+    def batch(self, batch_id: str, tenant: str) -> StoredBatch | None:
+        found = self._batches("id = ? AND tenant = ?", batch_id, tenant)
+        return found[0] if found else None
+
+    @_on_thread
+    def batches(self, tenant: str) -> list[StoredBatch]:
+        """The newest first."""
+        return self._batches("tenant = ?", tenant)
+
+    def _batches(self, where: str, *values: str) -> list[StoredBatch]:
+        rows = self._db.execute(f"{_BATCH} WHERE {where} ORDER BY created_at DESC, id", values)
+        return [_batch(row) for row in rows]
+
+    @_on_thread
+    def cancel(self, batch: StoredBatch) -> None:
+        """Ask the router that has the batch to end it."""
         with self._transaction():
-            batch = self._batches("id = ?", batch_id)[0]
+            batch = self._batches("id = ?", batch.id)[0]
             if batch.status in (Status.VALIDATING, Status.IN_PROGRESS):
                 self._set(batch, Status.CANCELLING)
 
-    def _claim(self, lease_s: float) -> StoredBatch | None:
+    # For the router that works on a batch: all raise LeaseLost, except `claim`.
+
+    @_on_thread
+    def claim(self, lease_s: float) -> StoredBatch | None:
+        """Return an open batch that no router works on, and lease it."""
         now = time.time()
         row = self._db.execute(
             "UPDATE batches SET owner = ?, leased_until = ? WHERE id = (SELECT id FROM batches"
@@ -398,25 +334,33 @@ class BatchStore:
             raise LeaseLost(batch_id)
         return found[0]
 
-    def _renew(self, batch_id: str, lease_s: float) -> StoredBatch:
+    @_on_thread
+    def renew(self, batch_id: str, lease_s: float) -> StoredBatch:
         self._db.execute(
             "UPDATE batches SET leased_until = ? WHERE id = ? AND owner = ?",
             (time.time() + lease_s, batch_id, self._owner),
         )
         return self._mine(batch_id)
 
-    def _start(self, batch_id: str, lines: list[Line]) -> None:
+    @_on_thread
+    def start(self, batch_id: str, lines: Iterable[Line]) -> None:
+        """The input was valid: these are its lines. They are answered in the order of their bodies:
+        of prompts with the same prefix, one after the other, workers compute it once."""
+        placed = enumerate(sorted(lines, key=lambda line: line.body))
+        numbered = (x._replace(number=place << _LINE_BITS | x.number) for place, x in placed)
         with self._transaction() as db:
             batch = self._mine(batch_id)
             db.executemany(
                 "INSERT INTO lines (batch_id, number, custom_id, body) VALUES (?, ?, ?, ?)",
-                ((batch_id, *line) for line in lines),
+                ((batch_id, *line) for line in numbered),
             )
             # It may have been cancelled meanwhile.
             if batch.status is Status.VALIDATING:
                 self._set(batch, Status.IN_PROGRESS)
 
-    def _pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
+    @_on_thread
+    def pending(self, batch_id: str, after: int, limit: int) -> list[Line]:
+        """Return lines without an answer whose number is above `after`."""
         self._check_lease(batch_id)
         rows = self._db.execute(
             "SELECT number, custom_id, body FROM lines WHERE batch_id = ? AND result IS NULL"
@@ -425,7 +369,10 @@ class BatchStore:
         )
         return [Line(*row) for row in rows]
 
-    def _answer(self, batch_id: str, number: int, result: bytes, succeeded: bool) -> None:
+    @_on_thread
+    def answer(self, batch_id: str, number: int, result: bytes, *, succeeded: bool) -> None:
+        """Commit a line's answer, as a line of the output or the error file. The first one
+        counts."""
         with self._transaction() as db:
             self._check_lease(batch_id)
             db.execute(
@@ -434,13 +381,18 @@ class BatchStore:
                 (result, succeeded, batch_id, number),
             )
 
-    def _fail(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
+    @_on_thread
+    def fail(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
+        """The input was not valid."""
         with self._transaction() as db:
             batch = self._mine(batch_id)
             db.execute("UPDATE batches SET errors = ? WHERE id = ?", (_json(errors), batch_id))
             self._set(batch, Status.FAILED)
 
-    def _finish(self, batch_id: str, status: Status, unanswered: Callable[[str], bytes]) -> None:
+    @_on_thread
+    def finish(self, batch_id: str, status: Status, unanswered: Callable[[str], bytes]) -> None:
+        """Write the files and end the batch. `unanswered` makes the error line of a custom id that
+        has no answer."""
         batch = self._mine(batch_id)
         uploads: dict[str, Upload] = {}
         try:
@@ -478,6 +430,37 @@ class BatchStore:
             "UPDATE batches SET status = ?, times = ? WHERE id = ?",
             (status, _json(times), batch.id),
         )
+
+    # Responses.
+
+    @_on_thread
+    def keep_response(self, response: StoredResponse) -> None:
+        """Keep a response, and drop those that are too old or too many."""
+        with self._transaction() as db:
+            row = db.execute(
+                "INSERT OR REPLACE INTO responses (id, tenant, created_at, body, items)"
+                " VALUES (?, ?, ?, ?, ?) RETURNING number",
+                response,
+            ).fetchone()
+            db.execute(
+                "DELETE FROM responses WHERE (number <= ? OR created_at < ?)"
+                " AND number IN (SELECT number FROM responses ORDER BY number LIMIT 10)",
+                (row[0] - MAX_RESPONSES, response.created_at - RESPONSE_S),
+            )
+
+    @_on_thread
+    def response(self, response_id: str, tenant: str) -> StoredResponse | None:
+        row = self._db.execute(
+            "SELECT id, tenant, created_at, body, items FROM responses"
+            " WHERE id = ? AND tenant = ? AND created_at >= ?",
+            (response_id, tenant, int(time.time()) - RESPONSE_S),
+        ).fetchone()
+        return None if row is None else StoredResponse(*row)
+
+    @_on_thread
+    def delete_response(self, response: StoredResponse) -> None:
+        sql = "DELETE FROM responses WHERE tenant = ? AND id = ?"
+        self._db.execute(sql, (response.tenant, response.id))
 
 
 def _batch(row: tuple[Any, ...]) -> StoredBatch:
