@@ -11,13 +11,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta
 
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound, RequestTooLarge
-from router.api.bodies import Body as JsonBody
-from router.api.bodies import encode, read
+from router.api.bodies import Body, read
+from router.api.routes import TENANT, json_response, read_body
 from router.batch.store import OPEN, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Sequence
 
+    from router.api.routes import Handler
     from router.batch.store import BatchStore, StoredBatch, StoredFile, Upload
 
 # For each part of an upload.
@@ -31,7 +32,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST_S = 30 * 86_400
 
 
-class CreateBatchRequest(JsonBody):
+class CreateBatchRequest(Body):
     """`completion_window`: `24h`, or another number of s, m, h or d."""
 
     input_file_id: str
@@ -46,36 +47,21 @@ class BatchApi:
     def __init__(self, store: BatchStore, max_file_bytes: int) -> None:
         self._store = store
         self._max_file_bytes = max_file_bytes
-        self._routes: tuple[tuple[str, re.Pattern[str], Handler], ...] = (
-            ("POST", re.compile("/v1/files"), self._upload),
-            ("GET", re.compile("/v1/files"), self._list_files),
-            ("GET", re.compile("/v1/files/([^/]+)"), self._show_file),
-            ("DELETE", re.compile("/v1/files/([^/]+)"), self._delete_file),
-            ("GET", re.compile("/v1/files/([^/]+)/content"), self._content),
-            ("POST", re.compile("/v1/batches"), self._create),
-            ("GET", re.compile("/v1/batches"), self._list_batches),
-            ("GET", re.compile("/v1/batches/([^/]+)"), self._show_batch),
-            ("POST", re.compile("/v1/batches/([^/]+)/cancel"), self._cancel),
-        )
-
-    def methods(self, path: str) -> list[str]:
-        """Return what `path` supports; empty if there is no such path."""
-        return [method for method, pattern, _ in self._routes if pattern.fullmatch(path)]
-
-    async def handle(
-        self, request: web.BaseRequest, tenant: str, body: Callable[[], Awaitable[bytes]]
-    ) -> web.StreamResponse:
-        """Answer a request whose path and method are supported. `body` reads a small body."""
-        method = "GET" if request.method == "HEAD" else request.method
-        for supported, pattern, handler in self._routes:
-            found = pattern.fullmatch(request.path)
-            if found is not None and supported == method:
-                return await handler(request, tenant, body, *found.groups())
-        raise NotFound(f"no such path: {request.path}")
+        self.handlers: dict[str, Handler] = {
+            "POST /v1/files": self._upload,
+            "GET /v1/files": self._list_files,
+            "GET /v1/files/{file_id}": self._show_file,
+            "DELETE /v1/files/{file_id}": self._delete_file,
+            "GET /v1/files/{file_id}/content": self._content,
+            "POST /v1/batches": self._create,
+            "GET /v1/batches": self._list_batches,
+            "GET /v1/batches/{batch_id}": self._show_batch,
+            "POST /v1/batches/{batch_id}/cancel": self._cancel,
+        }
 
     # Files.
 
-    async def _upload(self, request: web.BaseRequest, tenant: str, _: Body) -> web.Response:
+    async def _upload(self, request: web.BaseRequest) -> web.Response:
         if not request.content_type.startswith("multipart/"):
             raise InvalidRequest("the body must be multipart/form-data", field="content-type")
         upload: Upload | None = None
@@ -100,7 +86,7 @@ class BatchApi:
                 raise InvalidRequest("'purpose' must be batch", field="purpose")
             if upload is None:
                 raise InvalidRequest("'file' is required", field="file")
-            kept = await self._store.keep(upload, tenant, filename[:255], purpose)
+            kept = await self._store.keep(upload, request[TENANT], filename[:255], purpose)
             upload = None
         except (ValueError, AssertionError, RuntimeError, HttpProcessingError) as error:
             text = f"the body is no multipart/form-data: {getattr(error, 'message', error)}"
@@ -108,7 +94,7 @@ class BatchApi:
         finally:
             if upload is not None:
                 upload.discard()
-        return _json(_file(kept))
+        return json_response(_file(kept))
 
     async def _receive(self, part: Any, upload: Upload) -> None:
         while data := await _within(part.read_chunk(_PART_BYTES)):
@@ -117,31 +103,25 @@ class BatchApi:
                 raise RequestTooLarge(text, field="file")
             await asyncio.to_thread(upload.write, data)
 
-    async def _list_files(self, request: web.BaseRequest, tenant: str, _: Body) -> web.Response:
+    async def _list_files(self, request: web.BaseRequest) -> web.Response:
         purpose = request.query.get("purpose")
         files = [
             _file(file)
-            for file in await self._store.files(tenant)
+            for file in await self._store.files(request[TENANT])
             if purpose in (None, file.purpose)
         ]
         return _page(request, files)
 
-    async def _show_file(
-        self, _: web.BaseRequest, tenant: str, __: Body, file_id: str
-    ) -> web.Response:
-        return _json(_file(await self._file(file_id, tenant)))
+    async def _show_file(self, request: web.BaseRequest, file_id: str) -> web.Response:
+        return json_response(_file(await self._file(file_id, request[TENANT])))
 
-    async def _delete_file(
-        self, _: web.BaseRequest, tenant: str, __: Body, file_id: str
-    ) -> web.Response:
-        file = await self._file(file_id, tenant)
+    async def _delete_file(self, request: web.BaseRequest, file_id: str) -> web.Response:
+        file = await self._file(file_id, request[TENANT])
         await self._store.delete(file)
-        return _json({"id": file.id, "object": "file", "deleted": True})
+        return json_response({"id": file.id, "object": "file", "deleted": True})
 
-    async def _content(
-        self, _: web.BaseRequest, tenant: str, __: Body, file_id: str
-    ) -> web.StreamResponse:
-        file = await self._file(file_id, tenant)
+    async def _content(self, request: web.BaseRequest, file_id: str) -> web.StreamResponse:
+        file = await self._file(file_id, request[TENANT])
         return web.FileResponse(
             self._store.path(file), headers={"content-type": "application/octet-stream"}
         )
@@ -154,35 +134,33 @@ class BatchApi:
 
     # Batches.
 
-    async def _create(self, _: web.BaseRequest, tenant: str, body: Body) -> web.Response:
-        wanted = read(CreateBatchRequest, await body())
+    async def _create(self, request: web.BaseRequest) -> web.Response:
+        wanted = read(CreateBatchRequest, await read_body(request))
         window = _WINDOW.fullmatch(wanted.completion_window)
         window_s = int(window[1]) * _SECONDS[window[2]] if window else 0
         if not 0 < window_s <= _LONGEST_S:
             text = "'completion_window' must be a number of s, m, h or d, at most 30d"
             raise InvalidRequest(text, field="completion_window")
-        file = await self._file(wanted.input_file_id, tenant, "input_file_id")
+        file = await self._file(wanted.input_file_id, request[TENANT], "input_file_id")
         batch = await self._store.create(
             file, wanted.endpoint, wanted.completion_window, window_s, wanted.metadata or {}
         )
-        return _json(_batch(batch))
+        return json_response(_batch(batch))
 
-    async def _list_batches(self, request: web.BaseRequest, tenant: str, _: Body) -> web.Response:
-        return _page(request, [_batch(batch) for batch in await self._store.batches(tenant)])
+    async def _list_batches(self, request: web.BaseRequest) -> web.Response:
+        return _page(
+            request, [_batch(batch) for batch in await self._store.batches(request[TENANT])]
+        )
 
-    async def _show_batch(
-        self, _: web.BaseRequest, tenant: str, __: Body, batch_id: str
-    ) -> web.Response:
-        return _json(_batch(await self._find(batch_id, tenant)))
+    async def _show_batch(self, request: web.BaseRequest, batch_id: str) -> web.Response:
+        return json_response(_batch(await self._find(batch_id, request[TENANT])))
 
-    async def _cancel(
-        self, _: web.BaseRequest, tenant: str, __: Body, batch_id: str
-    ) -> web.Response:
-        batch = await self._find(batch_id, tenant)
+    async def _cancel(self, request: web.BaseRequest, batch_id: str) -> web.Response:
+        batch = await self._find(batch_id, request[TENANT])
         if batch.status not in OPEN:
             raise InvalidRequest(f"the batch is {batch.status} already", field="batch_id")
         await self._store.cancel(batch)
-        return _json(_batch(await self._find(batch_id, tenant)))
+        return json_response(_batch(await self._find(batch_id, request[TENANT])))
 
     async def _find(self, batch_id: str, tenant: str) -> StoredBatch:
         found = await self._store.batch(batch_id, tenant)
@@ -262,7 +240,7 @@ def _page(request: web.BaseRequest, items: Sequence[dict[str, Any]]) -> web.Resp
         raise InvalidRequest(f"there is no {after!r}", field="after")
     start = 0 if after is None else ids.index(after) + 1
     shown = list(items[start : start + int(limit)])
-    return _json(
+    return json_response(
         {
             "object": "list",
             "data": shown,
@@ -271,12 +249,3 @@ def _page(request: web.BaseRequest, items: Sequence[dict[str, Any]]) -> web.Resp
             "has_more": start + len(shown) < len(items),
         }
     )
-
-
-def _json(value: object) -> web.Response:
-    return web.Response(body=encode(value), content_type="application/json")
-
-
-if TYPE_CHECKING:
-    Body = Callable[[], Awaitable[bytes]]
-    Handler = Callable[..., Awaitable[web.StreamResponse]]

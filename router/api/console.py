@@ -31,12 +31,13 @@ from pdserve.errors import (
 )
 from pdserve.types import Role  # noqa: TC001 - msgspec reads the annotations
 from router.api.bodies import Body, encode, read
+from router.api.routes import json_response, read_body
 from router.api.sinks import EVENT_STREAM
 from router.console import Viewer
 from router.operations import checked_timeout, drain, undrain
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator
 
     from google.protobuf.message import Message
 
@@ -98,10 +99,7 @@ class Console:
         self._viewers = 0
 
     async def handle(
-        self,
-        request: web.BaseRequest,
-        authorization: str | None,
-        read_body: Callable[[], Awaitable[bytes]],
+        self, request: web.BaseRequest, authorization: str | None
     ) -> web.StreamResponse:
         """Answer a request under PREFIX. Raises PdserveError."""
         name = request.path.removeprefix(PREFIX).removeprefix("/")
@@ -117,12 +115,12 @@ class Console:
             )
         self._keys.check_admin(authorization)
         if acts:
-            return await self._stream(request, self._act(name, await read_body()))
+            return await self._stream(request, self._act(name, await read_body(request)))
         if name == "events":
             return await self._stream(request, self._events())
         head, _, request_id = name.partition("/")
         if head == "requests" and (found := self._sources.explain(request_id)):
-            return web.Response(body=encode(found), content_type="application/json")
+            return json_response(found)
         raise NotFound(f"nothing is kept at {request.path}")
 
     def _check_local(self, request: web.BaseRequest, *, acts: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -13,31 +12,30 @@ from aiohttp import web
 
 from pdserve import __version__
 from pdserve.errors import (
-    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     ModelNotFound,
     PdserveError,
-    RequestTooLarge,
     wait_s,
 )
 from pdserve.types import ServiceClass
 from router.answer import served
 from router.api import messages, openai, prompts
 from router.api.auth import EVERYONE
-from router.api.bodies import GenerateBody, encode, read
+from router.api.bodies import GenerateBody, read
 from router.api.console import PREFIX as CONSOLE
 from router.api.idempotency import Recorded, StoredAnswers
 from router.api.openapi import DOCS_PAGE, openapi
 from router.api.pooling import Bodies, EmbeddingsRequest, RerankRequest, ScoreRequest
 from router.api.preprocess import check_request_id, new_request_id
 from router.api.responses import ResponseApi, ResponsesRequest
+from router.api.routes import HEADERS, TENANT, Routes, json_response, read_body
 from router.api.sinks import EventStream, Sink, WholeBody, Writer
 from router.api.tokens import DetokenizeRequest, TokenizeRequest
 from router.batch.runner import Answered
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from pdserve.types import Adapter, GenerateRequest, ModelInfo
     from router.adapters import Adapters
@@ -49,22 +47,18 @@ if TYPE_CHECKING:
     from router.api.pooling import PoolingApi
     from router.api.preprocess import ParsedRequest, Preprocessor
 
-    Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Sink)
 
-BODY_TIMEOUT_S = 30.0
-_MODELS = "/v1/models"
 _MESSAGES = "/v1/messages"
-_RESPONSES = "/v1/responses"
 _TOKENIZER = ("/tokenize", "/detokenize", "/tokenizer_info")
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _BODIES: dict[str, type[GenerateBody]] = {
     "/v1/chat/completions": openai.ChatRequest,
     "/v1/completions": openai.CompletionRequest,
-    _RESPONSES: ResponsesRequest,
+    "/v1/responses": ResponsesRequest,
     _MESSAGES: messages.MessagesRequest,
 }
 _POOLING: dict[str, type[Bodies]] = {
@@ -72,8 +66,6 @@ _POOLING: dict[str, type[Bodies]] = {
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
 }
-_HEADERS = web.RequestKey("response_headers", dict[str, str])
-_TENANT = web.RequestKey("tenant", str)
 
 
 class Caller(NamedTuple):
@@ -110,33 +102,38 @@ class HttpApi:
         self._render_metrics = render_metrics
         self._adapters = adapters
         self._keys = keys
-        self._batches = batches
         self._console = console
         self._responses = responses
         self._pooling = pooling
         self._started = int(time.time())
-        self._routes: dict[str, tuple[str, Handler]] = {
-            **{path: ("POST", partial(self._generate, kind)) for path, kind in _BODIES.items()},
-            f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
-            **{path: ("POST", partial(self._pool, kind)) for path, kind in _POOLING.items()},
-            _LOAD: ("POST", self._load_adapter),
-            _UNLOAD: ("POST", self._unload_adapter),
-            _MODELS: ("GET", self._list_models),
-            "/health": ("GET", self._health),
-            "/ping": ("GET", self._health),
-            "/ready": ("GET", self._ready),
-            "/version": ("GET", self._version),
-            "/metrics": ("GET", self._metrics),
-            "/openapi.json": ("GET", self._openapi),
-            "/docs": ("GET", self._docs),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
-            "/tokenizer_info": ("GET", self._tokenizer_info),
-        }
+        self._routes = Routes(
+            {
+                **{f"POST {path}": partial(self._generate, kind) for path, kind in _BODIES.items()},
+                "GET /v1/responses/{response_id}": responses.show,
+                "DELETE /v1/responses/{response_id}": responses.delete,
+                f"POST {_MESSAGES}/count_tokens": self._count_tokens,
+                **{f"POST {path}": partial(self._pool, kind) for path, kind in _POOLING.items()},
+                f"POST {_LOAD}": self._load_adapter,
+                f"POST {_UNLOAD}": self._unload_adapter,
+                "GET /v1/models": self._list_models,
+                "GET /v1/models/{model}": self._show_model,
+                "GET /health": self._health,
+                "GET /ping": self._health,
+                "GET /ready": self._ready,
+                "GET /version": self._version,
+                "GET /metrics": self._metrics,
+                "GET /openapi.json": self._openapi,
+                "GET /docs": self._docs,
+                "POST /tokenize": self._tokenize,
+                "POST /detokenize": self._detokenize,
+                "GET /tokenizer_info": self._tokenizer_info,
+                **({} if batches is None else batches.handlers),
+            }
+        )
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer any request; errors are answered in OpenAI's shape."""
-        request[_HEADERS] = headers = self._cors(request)
+        request[HEADERS] = headers = self._cors(request)
         try:
             response = await self._route(request)
         except PdserveError as error:
@@ -177,46 +174,27 @@ class HttpApi:
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
-        if request.method == "OPTIONS" and "access-control-allow-origin" in request[_HEADERS]:
+        if request.method == "OPTIONS" and "access-control-allow-origin" in request[HEADERS]:
             return self._preflight(request)
         if path in (_LOAD, _UNLOAD):
             self._keys.check_admin(_authorization(request))
         elif path.startswith("/v1/") or path in _TOKENIZER:
-            request[_TENANT] = self._keys.tenant_of(_authorization(request))
+            request[TENANT] = self._keys.tenant_of(_authorization(request))
         if self._console is not None and (path == CONSOLE or path.startswith(f"{CONSOLE}/")):
-            body = partial(_read_body, request)
-            return await self._console.handle(request, _authorization(request), body)
-        method, handler = self._routes.get(path, ("", None))
-        if handler is None and path.startswith(f"{_MODELS}/"):
-            method, handler = "GET", self._show_model
-        if path.startswith(f"{_RESPONSES}/"):
-            if request.method not in ("GET", "HEAD", "DELETE"):
-                return _wrong_method(request, "GET", "DELETE")
-            name = path.removeprefix(f"{_RESPONSES}/")
-            found = await self._responses.handle(request.method, name, request[_TENANT])
-            return web.Response(body=found, content_type="application/json")
-        batches = self._batches if handler is None else None
-        if batches is not None and (methods := batches.methods(path)):
-            if request.method in methods or (request.method == "HEAD" and "GET" in methods):
-                body = partial(_read_body, request)
-                return await batches.handle(request, request[_TENANT], body)
-            return _wrong_method(request, *methods)
-        if handler is None:
-            return _error(404, f"no such path: {path}", code="not_found")
-        if request.method != method and (request.method, method) != ("HEAD", "GET"):
-            return _wrong_method(request, method)
-        return await handler(request)
+            return await self._console.handle(request, _authorization(request))
+        handlers, names = self._routes.find(path)
+        handler = handlers.get("GET" if request.method == "HEAD" else request.method)
+        return await handler(request, *names) if handler else _wrong_method(request, handlers)
 
     async def _list_models(self, _: web.BaseRequest) -> web.Response:
         cards = [self._card(name, *x) for name, x in served(self._generator).items()]
-        return _json({"object": "list", "data": cards})
+        return json_response({"object": "list", "data": cards})
 
-    async def _show_model(self, request: web.BaseRequest) -> web.Response:
-        name = request.path.removeprefix(f"{_MODELS}/")
+    async def _show_model(self, _: web.BaseRequest, name: str) -> web.Response:
         found = served(self._generator).get(name)
         if found is None:
             raise ModelNotFound(f"model {name!r} is not served", field="model")
-        return _json(self._card(name, *found))
+        return json_response(self._card(name, *found))
 
     def _card(self, name: str, model: ModelInfo, adapter: Adapter | None) -> dict[str, object]:
         return {
@@ -231,39 +209,39 @@ class HttpApi:
         }
 
     async def _load_adapter(self, request: web.BaseRequest) -> web.Response:
-        body = read(openai.LoadAdapterRequest, await _read_body(request))
+        body = read(openai.LoadAdapterRequest, await read_body(request))
         name = body.lora_name
         await self._adapters.load(name, body.lora_path, model=body.model, replace=body.load_inplace)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: web.BaseRequest) -> web.Response:
-        name = read(openai.UnloadAdapterRequest, await _read_body(request)).lora_name
+        name = read(openai.UnloadAdapterRequest, await read_body(request)).lora_name
         await self._adapters.unload(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _health(self, _: web.BaseRequest) -> web.Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _version(self, _: web.BaseRequest) -> web.Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def _ready(self, _: web.BaseRequest) -> web.Response:
         self._open_requests.check_open()
         self._generator.check_ready()
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"})
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
         body, content_type = self._render_metrics(request.headers.get("accept", ""))
         return web.Response(body=body, headers={"content-type": content_type})
 
     async def _openapi(self, _: web.BaseRequest) -> web.Response:
-        return _json(openapi())
+        return json_response(openapi())
 
     async def _docs(self, _: web.BaseRequest) -> web.Response:
         return web.Response(body=DOCS_PAGE.read_bytes(), content_type="text/html")
 
     async def _tokenize(self, request: web.BaseRequest) -> web.Response:
-        body = read(TokenizeRequest, await _read_body(request))
+        body = read(TokenizeRequest, await read_body(request))
         content = body.content()
         model, _ = self._preprocessor.find(body.model or "")
         tokens = await self._preprocessor.tokenise(
@@ -273,40 +251,42 @@ class HttpApi:
             field="messages" if body.prompt is None else "prompt",
         )
         found = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
-        return _json({**found, "token_strs": None})
+        return json_response({**found, "token_strs": None})
 
     async def _tokenizer_info(self, request: web.BaseRequest) -> web.Response:
         model, _ = self._preprocessor.find(request.query.get("model", ""))
-        return _json((await self._preprocessor.tokenizer(model)).info)
+        return json_response((await self._preprocessor.tokenizer(model)).info)
 
     async def _count_tokens(self, request: web.BaseRequest) -> web.Response:
-        body = read(messages.CountTokensRequest, await _read_body(request))
+        body = read(messages.CountTokensRequest, await read_body(request))
         model, _ = self._preprocessor.find(body.model or "")
         tokens = await self._preprocessor.tokenise(
             body.conversation(), model, None, field="messages"
         )
-        return _json({"input_tokens": len(tokens)})
+        return json_response({"input_tokens": len(tokens)})
 
     async def _pool(self, kind: type[Bodies], request: web.BaseRequest) -> web.Response:
-        body = read(kind, await _read_body(request))
+        body = read(kind, await read_body(request))
         request_id = _request_id(request, None, "embd-")
         with self._open_requests.enter():
-            return _json(await self._pooling.answer(body, request_id, request[_TENANT]))
+            return json_response(await self._pooling.answer(body, request_id, request[TENANT]))
 
     async def _detokenize(self, request: web.BaseRequest) -> web.Response:
-        body = read(DetokenizeRequest, await _read_body(request))
+        body = read(DetokenizeRequest, await read_body(request))
         model, _ = self._preprocessor.find(body.model or "")
-        return _json({"prompt": await self._preprocessor.text(body.tokens, model, field="tokens")})
+        return json_response(
+            {"prompt": await self._preprocessor.text(body.tokens, model, field="tokens")}
+        )
 
     async def _generate(
         self, kind: type[GenerateBody], request: web.BaseRequest
     ) -> web.StreamResponse:
         self._open_requests.check_open()
-        data = await _read_body(request)
-        body, headers = read(kind, data), request[_HEADERS]
+        data = await read_body(request)
+        body, headers = read(kind, data), request[HEADERS]
         request_id = _request_id(request, body.named_id(), kind.id_prefix)
         caller = Caller(
-            request[_TENANT],
+            request[TENANT],
             _idempotency_key(request),
             request.headers.get("traceparent", ""),
         )
@@ -401,32 +381,6 @@ class HttpApi:
         await prompts.serve(self._generator, made, out)
 
 
-async def _read_body(request: web.BaseRequest) -> bytes:
-    """Raises RequestTooLarge, DeadlineExceeded for a slow body, and InvalidRequest."""
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise InvalidRequest("compressed bodies are not supported", field="content-encoding")
-    if request.headers.get("expect", "").lower() == "100-continue" and request.transport:
-        if (request.content_length or 0) > request.client_max_size:
-            raise _too_large(request)
-        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    try:
-        if request.content.is_eof():
-            body = request.content.read_nowait()
-            if len(body) > request.client_max_size:
-                raise _too_large(request)
-            return body
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
-    except TimeoutError:
-        raise DeadlineExceeded(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large(request) from None
-
-
-def _too_large(request: web.BaseRequest) -> RequestTooLarge:
-    return RequestTooLarge(f"the body is larger than {request.client_max_size} bytes")
-
-
 def _request_id(request: web.BaseRequest, named: str | None, prefix: str) -> str:
     """Return the client's id, of the header or `named` in the body, with the endpoint's prefix, or
     a new one. The response repeats it."""
@@ -434,9 +388,9 @@ def _request_id(request: web.BaseRequest, named: str | None, prefix: str) -> str
     if given is None:
         given, field = named, "request_id"
     if given is None:
-        request_id = request[_HEADERS]["x-request-id"] = new_request_id(prefix)
+        request_id = request[HEADERS]["x-request-id"] = new_request_id(prefix)
         return request_id
-    request[_HEADERS]["x-request-id"] = check_request_id(given, field=field)
+    request[HEADERS]["x-request-id"] = check_request_id(given, field=field)
     return prefix + given
 
 
@@ -451,24 +405,16 @@ def _authorization(request: web.BaseRequest) -> str | None:
     return request.headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=encode(value), status=status, content_type="application/json")
-
-
-def _wrong_method(request: web.BaseRequest, *supported: str) -> web.Response:
-    request[_HEADERS]["allow"] = ", ".join(supported)
+def _wrong_method(request: web.BaseRequest, supported: Iterable[str]) -> web.Response:
+    request[HEADERS]["allow"] = ", ".join(supported)
     text = f"{request.path} supports {' and '.join(supported)} only"
-    return _error(405, text, code="method_not_allowed")
-
-
-def _error(status: int, message: str, *, code: str) -> web.Response:
-    details = openai.ErrorDetails(message, "invalid_request_error", None, code)
-    return _json(openai.ErrorBody(details), status)
+    details = openai.ErrorDetails(text, "invalid_request_error", None, "method_not_allowed")
+    return json_response(openai.ErrorBody(details), 405)
 
 
 def _error_response(error: PdserveError, path: str) -> web.Response:
     api = messages if path.startswith(_MESSAGES) else openai
-    response = _json(api.error_body(error), error.http_status)
+    response = json_response(api.error_body(error), error.http_status)
     if error.http_status == 401:
         response.headers["www-authenticate"] = "Bearer"
     elif retry_after_s := wait_s(error):

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
+from aiohttp import web
 from msgspec import Meta, Struct
 
 from pdserve.errors import InternalError, InvalidRequest, NotFound
@@ -50,6 +51,7 @@ from router.api.openai import (
     read_tools,
 )
 from router.api.preprocess import OPEN_ENDED, ParsedRequest
+from router.api.routes import TENANT, json_response
 from router.batch.store import StoredResponse
 
 if TYPE_CHECKING:
@@ -606,12 +608,17 @@ class ResponseApi:
         except sqlite3.Error as error:
             raise InternalError(f"the response could not be stored: {error}") from error
 
-    async def handle(self, method: str, response_id: str, tenant: str) -> bytes:
-        """Return the answer to a GET or DELETE. Raises NotFound."""
+    async def show(self, request: web.BaseRequest, response_id: str) -> web.Response:
+        found = await self._find(response_id, request[TENANT])
+        return web.Response(body=found.body, content_type="application/json")
+
+    async def delete(self, request: web.BaseRequest, response_id: str) -> web.Response:
+        found = await self._find(response_id, request[TENANT])
+        await self._store.delete_response(found)
+        return json_response({"id": found.id, "object": "response", "deleted": True})
+
+    async def _find(self, response_id: str, tenant: str) -> StoredResponse:
         found = await self._store.response(response_id, tenant)
         if found is None:
             raise NotFound(f"no response {response_id!r} is stored")
-        if method != "DELETE":
-            return found.body
-        await self._store.delete_response(found)
-        return encode({"id": found.id, "object": "response", "deleted": True})
+        return found
