@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -13,9 +14,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from vllm.config import ModelConfig
 
+from pdserve.errors import ConfigError
 from tests.patience import START_S, WAIT_S
 from tests.up_process import ROOT, up
+from workers.vllm.args import is_cross_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,6 +136,15 @@ def test_a_cross_encoder_scores_pairs_and_embeds_nothing(tmp_path: Path) -> None
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
         running.send(signal.SIGINT)
         assert running.wait() == 0
+
+
+@pytest.mark.parametrize("changes", [{"num_labels": 3}, {"use_sep_token": False}])
+def test_other_classifiers_are_refused_by_name(changes: dict[str, object], tmp_path: Path) -> None:
+    make_cross_encoder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="BertForSequenceClassification is not supported"):
+        is_cross_encoder(ModelConfig(str(tmp_path), runner="pooling"))
 
 
 def test_a_killed_worker_costs_no_embedding(tmp_path: Path) -> None:

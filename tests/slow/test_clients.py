@@ -46,6 +46,10 @@ ENV = {
 }
 
 
+def needs(*found: object) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not all(found), reason="needs what `make test-tools` installs")
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with up(tmp_path_factory.mktemp("up"), "--engine", "vllm") as running:
@@ -67,10 +71,7 @@ def run(*words: str, cwd: Path | None = None, env: dict[str, str] = ENV) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (PYTHON.parents[1] / "installed").exists(),
-    reason="needs the environment that `make test-tools` makes",
-)
+@needs((PYTHON.parents[1] / "installed").exists())
 @pytest.mark.parametrize(
     "client",
     [
@@ -107,14 +108,8 @@ assert result["completed"] == 8 and result["failed"] == 0, result
     run(sys.executable, "-c", code, *options, MODEL)
 
 
-needs_load_clients = pytest.mark.skipif(
-    not (LOAD_CLIENTS / "installed").exists(),
-    reason="needs the environment that `make test-tools` makes",
-)
-
-
 @pytest.mark.slow
-@needs_load_clients
+@needs((LOAD_CLIENTS / "installed").exists())
 def test_guidellm(url: str, tmp_path: Path) -> None:
     options = ["--backend", f"kind=openai_http,target={url}"]
     options += ["--profile", "kind=concurrent,streams=4"]
@@ -128,7 +123,7 @@ def test_guidellm(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_load_clients
+@needs((LOAD_CLIENTS / "installed").exists())
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "responses", "messages"])
 def test_aiperf(endpoint: str, url: str, tmp_path: Path) -> None:
     options = ["--model", MODEL, "--url", url, "--endpoint-type", endpoint, "--streaming"]
@@ -145,10 +140,7 @@ def test_aiperf(endpoint: str, url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    NODE is None or not (CLIENTS / "node_modules").exists(),
-    reason="needs Node, and the packages that `make test-tools` installs",
-)
+@needs(NODE, (CLIENTS / "node_modules").exists())
 @pytest.mark.parametrize("client", ["openai", "ai_sdk_openai", "ai_sdk_compatible"])
 def test_node_client(client: str, url: str) -> None:
     assert NODE is not None
@@ -180,10 +172,7 @@ def script(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    NODE is None or not CODEX.exists(),
-    reason="needs Node, and the packages that `make test-tools` installs",
-)
+@needs(NODE, CODEX.exists())
 async def test_a_turn_of_codex_runs_the_command_that_the_model_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,10 +247,7 @@ def bfcl_functions() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (PYTHON.parents[1] / "installed").exists(),
-    reason="needs the environment that `make test-tools` makes",
-)
+@needs((PYTHON.parents[1] / "installed").exists())
 def test_a_forced_call_of_a_function_of_bfcl_follows_its_schema(url: str) -> None:
     client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     asked = list(bfcl_functions())

@@ -393,14 +393,7 @@ async def test_calls_and_results_of_a_history_are_shown_alike(
 
 
 def grpc_request(**changes: Any) -> g.GenerateRequest:
-    history = [
-        g.ChatMessage(role="user", content="Time?"),
-        g.ChatMessage(
-            role="assistant",
-            tool_calls=[g.ToolCall(id="c1", name="get_time", arguments='{"city": "Oslo"}')],
-        ),
-        g.ChatMessage(role="tool", content="noon", tool_call_id="c1"),
-    ]
+    history = [g.ChatMessage(role="user", content="Time?")]
     tool = g.Tool(name="get_time", parameters_json='{"type": "object"}')
     values = {"messages": g.ChatMessages(messages=history), "tools": [tool], **changes}
     return g.GenerateRequest(**values)
