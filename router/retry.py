@@ -65,7 +65,7 @@ class RetryPolicy:
     progress_tokens: int = 16
     max_worker_failures: int = 3
     done: list[str] = field(default_factory=list)
-    _left: list[RetryStep] = field(default_factory=lambda: list(_STEPS))
+    _left: tuple[RetryStep, ...] = _STEPS
     _failed: set[str] = field(default_factory=set)
     _avoid: set[str] = field(default_factory=set)
     _worker_failures: int = 0
@@ -82,11 +82,11 @@ class RetryPolicy:
             self._failed.add(worker_id)
             self._worker_failures += 1
             if self._worker_failures < self.max_worker_failures:
-                self._left = list(_STEPS)
+                self._left = _STEPS
 
     def restart(self) -> None:
         """Make all steps available again."""
-        self._left, self._failed, self._avoid = list(_STEPS), set(), set()
+        self._left, self._failed, self._avoid = _STEPS, set(), set()
         self._worker_failures = 0
 
     @property
@@ -95,11 +95,12 @@ class RetryPolicy:
 
     def next(self, *, pair_helps: bool) -> Constraints | None:
         """Return the next step, which is then used up, or None if there is none."""
-        if not pair_helps and RetryStep.PAIR in self._left:
-            self._left.remove(RetryStep.PAIR)
+        if not pair_helps:
+            self._left = tuple(x for x in self._left if x is not RetryStep.PAIR)
         if self.is_used_up or not self._left:
             return None
-        step = self._left.pop(0)
+        step, *left = self._left
+        self._left = tuple(left)
         failed = frozenset(self._failed)
         without = failed if step is RetryStep.PAIR else frozenset()
         return Constraints(step, without, frozenset(self._avoid), failed)
