@@ -1,15 +1,16 @@
-"""`pdserve scale` and `down`, and what `up` and `status` do with `--on ray`."""
+"""`pdserve scale`, `upgrade` and `down`, and what `up` and `status` do with `--on ray`."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pdserve.cli.options import add_command, config_from, say, table_of
+from pdserve.cli.options import add_command, add_config_options, config_from, say, table_of
 from pdserve.config import refuse
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from pdserve.cli.options import Subparsers
 
@@ -34,8 +35,7 @@ def add_on_option(parser: argparse.ArgumentParser, *, required: bool = False) ->
 def add_up_options(parser: argparse.ArgumentParser) -> None:
     add_on_option(parser)
     group = parser.add_argument_group("with --on ray")
-    group.add_argument("--cpus-per-worker", type=float, default=1.0, metavar="N")
-    group.add_argument("--gpus-per-worker", type=int, default=0, metavar="N")
+    _add_worker_options(group, "(default: %s)")
     group.add_argument(
         "--allow-fragile-head",
         action="store_true",
@@ -43,19 +43,66 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_upgrade(commands: Subparsers, flags: Mapping[str, str]) -> None:
+    """Add `pdserve upgrade`, whose `flags` set configuration keys, as those of `up`."""
+    upgrade = add_command(
+        *(commands, "upgrade", _upgrade, "change configuration or model of a service on a cluster"),
+        "Give a service on a cluster another configuration, and no request is lost. Workers that "
+        "differ are replaced one at a time in each role: the new one serves before the old one "
+        "drains. Routers are replaced one after the other, at their addresses. Returns when all is "
+        "done; if a new process does not start, the old ones stay, and the upgrade is undone. The "
+        "numbers of workers do not change: see `pdserve scale`.",
+    )
+    add_config_options(upgrade, flags)
+    add_on_option(upgrade, required=True)
+    _add_worker_options(upgrade, "(default: as now)")
+
+
+def _add_worker_options(parser: argparse._ActionsContainer, default: str) -> None:
+    def add(flag: str, text: str, value: object, **options: Any) -> None:
+        note = default.replace("%s", str(value))
+        parser.add_argument(flag, help=f"{text} {note}", **options)
+
+    add("--cpus-per-worker", "CPUs of a node for each worker", 1, type=float, metavar="N")
+    add("--gpus-per-worker", "GPUs of a node for each worker", 0, type=int, metavar="N")
+    text = "workers on few nodes (KV stays in the node) or on many (a node takes few with it)"
+    add("--strategy", text, "spread", choices=("pack", "spread"))
+
+
 def up(args: argparse.Namespace) -> int:
     from pdserve.deploy.ray import service
     from pdserve.deploy.ray.spec import service_spec
 
     config = config_from(args)
-    spec = service_spec(config, cpus=args.cpus_per_worker, gpus=args.gpus_per_worker)
+    cpus = 1.0 if args.cpus_per_worker is None else args.cpus_per_worker
+    spec = service_spec(
+        config, cpus=cpus, gpus=args.gpus_per_worker or 0, strategy=args.strategy or "spread"
+    )
     with service.joined():
         service.start(spec, allow_fragile_head=args.allow_fragile_head)
-        found = service.until_ready(config.up.start_timeout_s)
-    for name in spec.routers:
-        state = found["processes"][name]
-        say(f"{name}: HTTP at {state['http']}, gRPC at {state['grpc']}")
+        _say_routers(service.until_ready(config.up.start_timeout_s))
     return 0
+
+
+def _upgrade(args: argparse.Namespace) -> int:
+    from pdserve.deploy.ray import service
+    from pdserve.deploy.ray.spec import service_spec
+
+    config = config_from(args)
+    with service.joined():
+        now = service.spec()
+        cpus = now.cpus if args.cpus_per_worker is None else args.cpus_per_worker
+        gpus = now.gpus if args.gpus_per_worker is None else args.gpus_per_worker
+        strategy = args.strategy or now.strategy
+        to = service_spec(config, cpus=cpus, gpus=gpus, strategy=strategy)
+        _say_routers(service.upgrade(to))
+    return 0
+
+
+def _say_routers(found: Mapping[str, Any]) -> None:
+    for name, state in found["processes"].items():
+        if "http" in state:
+            say(f"{name}: HTTP at {state['http']}, gRPC at {state['grpc']}")
 
 
 def show_status(args: argparse.Namespace) -> int:
@@ -72,6 +119,10 @@ def show_status(args: argparse.Namespace) -> int:
         for name, x in found["processes"].items()
     ]
     title, caption = "processes on Ray", found["failure"]
+    if found["upgrading"]:
+        title += ", upgrade under way"
+    if found["refused"]:
+        caption = f"the last upgrade was undone: {found['refused']}\n{caption}".rstrip()
     console = open_console()
     console.print(
         table_of(

@@ -62,6 +62,7 @@ _PARSERS = {
 }
 _ROUTER = {**_LISTENERS, **_PARSERS}
 _UP = {**_PROCESSES, **_ENGINE, **_ROUTER}
+_OF_THIS_MACHINE = ("--ready-file", "--run-dir")
 _WORKER = {
     "--role": "worker.role",
     "--host": "worker.host",
@@ -107,6 +108,7 @@ def register(commands: Subparsers) -> None:
     for parser, flags in ((up, _UP), (router, _ROUTER), (worker, _WORKER)):
         add_config_options(parser, flags)
     cluster.add_up_options(up)
+    cluster.add_upgrade(commands, {f: key for f, key in _UP.items() if f not in _OF_THIS_MACHINE})
     add_child_options(router)
     add_child_options(worker)
 

@@ -26,10 +26,12 @@ _ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Workers that the load of each role keeps busy, and open streams by worker."""
+    """Workers that the load of each role keeps busy, open streams by worker, and the workers, of
+    any model, that every router takes for ready."""
 
     needs: Mapping[Role, float]
     streams: Mapping[str, int]
+    ready: frozenset[str] = frozenset()
 
 
 class RouterLoads:
@@ -56,7 +58,8 @@ class RouterLoads:
                 needs[role] = max(need, needs.get(role, 0.0))
             for name, count in load.streams.items():
                 streams[name] = max(count, streams.get(name, 0))
-        return Load(needs, streams)
+        everywhere = frozenset.intersection(*(load.ready for load in loads))
+        return Load(needs, streams, everywhere if len(loads) == len(answers) else frozenset())
 
     async def _ask(self, address: str) -> Load | PdserveError:
         async with self._dialer.open_channel(address) as channel:
@@ -71,6 +74,7 @@ class RouterLoads:
         return Load(
             {wire.role_from_pb(x.role): x.workers for x in found.needs if x.model == self._model},
             {x.info.worker_id: _streams(x) for x in ours if x.state != "lost"},
+            frozenset(x.info.worker_id for x in found.workers if x.state == "ready"),
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import pytest_asyncio
+import yaml
 
+from pdserve import demo
 from pdserve.client import Client
+from pdserve.deploy.ray.spec import place_of
 from pdserve.types import SamplingParams
 from tests import netlab
 from tests.cluster import fake_answer
@@ -27,21 +31,28 @@ from tests.patience import START_S, WAIT_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-pytest.importorskip("ray", reason="needs Ray: make ray-install")
+util = pytest.importorskip(
+    "ray.autoscaler._private.util", reason="needs Ray: make ray-install", exc_type=ImportError
+)
 WHY_NOT = netlab.why_not()
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 HEAD, NODES = 0, (1, 2)
-CPUS = 6
-GCS, GRPC = 6379, 8001
+CPUS = 8
+GCS, GRPC, DASHBOARD = 6379, {"router-0": 8001, "router-1": 8011}, 8265
 LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 CONFIG = """\
-up: {prefill: {workers: 1}, decode: {workers: 1}}
-router: {policy: least_loaded}
-worker: {engine: fake, engine_args: {step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005}}
+up: {routers: 2, prefill: {workers: 1}, decode: {workers: 1}}
+router: {policy: least_loaded, stop_grace_s: 2}
+worker:
+  engine: fake
+  engine_args: {step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005, max_num_seqs: 8}
+  drain_timeout_s: 1
 """
+RAY, PENDING = "ray.scripts.scripts", "pending placement groups"
+KEEPS = {"RAY_gcs_storage": "rocksdb"}
 # Ray finds out within seconds that a node is gone; by default it takes longer.
 HEALTH = {
     "RAY_health_check_period_ms": "1000",
@@ -55,10 +66,10 @@ class RayCluster:
     """A head and nodes. Each has its own network, processes, temporary folder and
     /dev/shm, as a host."""
 
-    def __init__(self, directory: Path, **environment: str) -> None:
+    def __init__(self, directory: Path) -> None:
         self.network = Network(1 + len(NODES))
         self._directory = directory
-        self._env = {**os.environ, **HEALTH, **environment, "HOME": str(directory)}
+        self._env = {**os.environ, **HEALTH, "HOME": str(directory)}
         self._env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
         self._env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": f"{self._at(HEAD)}:{GCS}"}
         # A short path: Ray's sockets are in it. Each host mounts its own folder there.
@@ -66,20 +77,23 @@ class RayCluster:
         self._env |= {"TMPDIR": str(self._tmp), "RAY_gcs_storage_path": str(self._tmp / "gcs")}
         self._hosts: dict[int, subprocess.Popen[bytes]] = {}
         self._asked = 0
-        (directory / "service.yaml").write_text(CONFIG)
+        (directory / "job").mkdir()
+        for path in (directory / "service.yaml", directory / "job" / "service.yaml"):
+            path.write_text(CONFIG)
 
     def _at(self, host: int) -> str:
         return self.network.address(host)
 
-    def start(self, host: int) -> None:
-        """Start Ray on a host."""
+    def start(self, host: int, *, keeps: bool = True, dashboard: bool = False) -> None:
+        """Start Ray on a host. A head `keeps` its state."""
+        self.network.heal()
         tmp = self._directory / f"tmp-{host}"
         (tmp / "gcs").mkdir(parents=True, exist_ok=True)
-        words = f"{sys.executable} -m ray.scripts.scripts start --block --disable-usage-stats"
+        words = f"{sys.executable} -m {RAY} start --block --disable-usage-stats"
         words += f" --node-ip-address={self._at(host)} --object-store-memory=80000000"
         if host == HEAD:
-            words += f" --head --port={GCS} --num-cpus=0 --include-dashboard=false"
-            words += f" --temp-dir={self._tmp}"
+            words += f" --head --port={GCS} --num-cpus=0 --include-dashboard={dashboard}"
+            words += f" --dashboard-host={self._at(HEAD)} --temp-dir={self._tmp}"
         else:
             words += f" --address={self._at(HEAD)}:{GCS} --num-cpus={CPUS}"
         # Ray learns its address from the default route.
@@ -88,11 +102,16 @@ class RayCluster:
         own = ["unshare", "-mpf", "--mount-proc", "--kill-child", "sh", "-c", script]
         with (self._directory / f"host-{host}.log").open("ab") as log:
             self._hosts[host] = subprocess.Popen(
-                self.network.command(host, own), env=self._env, stdout=log, stderr=log
+                self.network.command(host, own),
+                env={**self._env, **(KEEPS if keeps else {})},
+                stdout=log,
+                stderr=log,
             )
 
     def kill(self, host: int) -> None:
-        """Every process of a host ends at once: the kernel ends them with the first one."""
+        """Every process of a host ends at once, and others hear nothing of it: the kernel ends
+        them with the first one."""
+        self.network.split(host)
         unshare = self._hosts.pop(host)
         if children := psutil.Process(unshare.pid).children():
             children[0].kill()
@@ -109,13 +128,17 @@ class RayCluster:
         return found
 
     async def pdserve(self, *words: str, code: int = 0) -> str:
-        """Run a command on the head; return what it prints."""
+        """Run a command of pdserve on the head; return what it prints."""
+        return await self.run("pdserve", *words, "--on", "ray", code=code)
+
+    async def run(self, module: str, *words: str, code: int = 0) -> str:
+        """Run a module of Python on the head; return what it prints."""
         while not (found := psutil.Process(self._hosts[HEAD].pid).children()):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         (first,) = found
-        inside = ["nsenter", f"--target={first.pid}", "-m", "-p", sys.executable, "-m", "pdserve"]
+        inside = ["nsenter", f"--target={first.pid}", "-m", "-p", "env", f"-C{self._directory}"]
         process = await asyncio.create_subprocess_exec(
-            *self.network.command(HEAD, [*inside, *words, "--on", "ray"]),
+            *self.network.command(HEAD, [*inside, sys.executable, "-m", module, *words]),
             env=self._env,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -128,6 +151,12 @@ class RayCluster:
                 await process.wait()
         assert process.returncode == code, (out + err).decode()
         return (out + err).decode()
+
+    async def until_said(self, text: str, *words: str) -> None:
+        """Run a module of Python on the head again and again, until it prints a text."""
+        async with asyncio.timeout(WAIT_S):
+            while text not in " ".join((await self.run(*words)).split()):  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
 
     async def until_joined(self) -> None:
         """Every host has a raylet, and commands reach the head."""
@@ -148,44 +177,58 @@ class RayCluster:
         return found
 
     async def until(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait for processes that are all ready, and for which `is_so`."""
+        """Wait for processes by place that are all ready, one at each, and for which `is_so`."""
         async with asyncio.timeout(START_S):
             while True:
-                self.last = (await self.status())["processes"]
-                if all(x["ready"] for x in self.last.values()) and is_so(self.last):
-                    return self.last
+                with suppress(AssertionError):  # the head may be away
+                    self.last = (await self.status())["processes"]
+                    found = {place_of(name): x for name, x in self.last.items()}
+                    ready = all(x["ready"] for x in self.last.values())
+                    if ready and len(found) == len(self.last) and is_so(found):
+                        return found
                 await asyncio.sleep(0.2)
+
+    async def until_workers(self, decode: int) -> dict[str, Any]:
+        wanted = {*GRPC, "prefill-0", *(f"decode-{i}" for i in range(decode))}
+        return await self.until(lambda found: found.keys() == wanted)
 
     async def scaled(self, decode: int) -> dict[str, Any]:
         await self.pdserve("scale", f"decode={decode}")
-        wanted = {"router", "prefill-0", *(f"decode-{i}" for i in range(decode))}
-        return await self.until(lambda found: found.keys() == wanted)
+        return await self.until_workers(decode)
 
     @asynccontextmanager
     async def answers(self, count: int = 8) -> AsyncIterator[None]:
-        """So many answers have begun when the body runs, and are complete and right at the end."""
-        node = (await self.status())["processes"]["router"]["node"]
-        host = next(x for x in NODES if self._at(x) == node)
-        prompts = [self._prompt() for _ in range(count)]
-        got: list[list[int]] = [[] for _ in prompts]
-        begun = [asyncio.Event() for _ in prompts]
-        async with self.network.forward(host, GRPC) as address, Client(address) as client:
+        """So many answers are open while the body runs, one after the other, at a client that has
+        the addresses of both routers. All are complete and right."""
+        found = await self.until(lambda _: True)
+        hosts = {self._at(host): host for host in NODES}
+        begun, stopped = [asyncio.Event() for _ in range(count)], asyncio.Event()
+        async with AsyncExitStack() as stack:
+            addresses = [
+                await stack.enter_async_context(
+                    self.network.forward(hosts[found[name]["node"]], port, at=HEAD)
+                )
+                for name, port in GRPC.items()
+            ]
+            client = await stack.enter_async_context(Client(addresses))
+            (model,) = await client.list_models()
 
             async def read(i: int) -> None:
-                async for delta in client.generate(prompts[i], LONG):
-                    got[i] += delta.token_ids
-                    if len(got[i]) > 10:
-                        begun[i].set()
+                while not stopped.is_set():
+                    prompt, got = self._prompt(), list[int]()
+                    async for delta in client.generate(prompt, LONG):
+                        got += delta.token_ids
+                        if len(got) > 10:
+                            begun[i].set()
+                    assert got == fake_answer(prompt, LONG, model.vocab_size).token_ids
 
-            async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(START_S), asyncio.TaskGroup() as group:
                 for i in range(count):
                     group.create_task(read(i))
                 for event in begun:
                     await event.wait()
                 yield
-            (model,) = await client.list_models()
-        for prompt, tokens in zip(prompts, got, strict=True):
-            assert tokens == fake_answer(prompt, LONG, model.vocab_size).token_ids
+                stopped.set()
 
     def _prompt(self) -> list[int]:
         """No two are the same."""
@@ -199,9 +242,9 @@ class RayCluster:
 
 
 @asynccontextmanager
-async def running(directory: Path, **environment: str) -> AsyncIterator[RayCluster]:
+async def running(directory: Path) -> AsyncIterator[RayCluster]:
     """Yield a cluster whose hosts have joined."""
-    cluster = RayCluster(directory, **environment)
+    cluster = RayCluster(directory)
     async with AsyncExitStack() as stack:
         stack.enter_context(cluster.network)
         stack.push_async_callback(cluster.close)
@@ -216,9 +259,9 @@ async def running(directory: Path, **environment: str) -> AsyncIterator[RayClust
 async def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RayCluster]:
     """A cluster that keeps its state, with a service of one worker a role."""
     directory = tmp_path_factory.mktemp("ray")
-    async with running(directory, RAY_gcs_storage="rocksdb") as cluster:
-        said = await cluster.pdserve("up", "--config", str(directory / "service.yaml"))
-        assert "router: HTTP at http://10.77.0.1" in said
+    async with running(directory) as cluster:
+        said = await cluster.pdserve("up", "--config", "service.yaml")
+        assert said.count("HTTP at http://10.77.0.1") == 2
         assert "a service runs" in await cluster.pdserve("up", code=2)
         yield cluster
 
@@ -259,15 +302,80 @@ async def test_the_controller_comes_back_and_finds_what_runs(ray_cluster: RayClu
 
 
 async def test_what_ran_on_a_node_that_dies_comes_back_elsewhere(ray_cluster: RayCluster) -> None:
+    """A router, too: the client has the addresses of both."""
     before = await ray_cluster.scaled(4)
-    network, stays = ray_cluster.network, before["router"]["node"]
-    (gone,) = (x for x in NODES if network.address(x) != stays)
-    assert {x["node"] for n, x in before.items() if "decode" in n} == {*map(network.address, NODES)}
+    both = {*map(ray_cluster.network.address, NODES)}
+    for role in ("decode", "router"):
+        assert {x["node"] for n, x in before.items() if role in n} == both
+    (gone,) = (x for x in NODES if ray_cluster.network.address(x) == before["router-0"]["node"])
     async with ray_cluster.answers():
         ray_cluster.kill(gone)
-    await ray_cluster.until(lambda found: {x["node"] for x in found.values()} == {stays})
+        stays = {before["router-1"]["node"]}
+        await ray_cluster.until(lambda found: {x["node"] for x in found.values()} == stays)
     async with ray_cluster.answers():
         ray_cluster.start(gone)
+
+
+async def test_all_go_on_while_the_head_is_away(ray_cluster: RayCluster) -> None:
+    before = await ray_cluster.scaled(2)
+    async with ray_cluster.answers():
+        ray_cluster.kill(HEAD)
+        ray_cluster.start(HEAD)
+        after = await ray_cluster.until_workers(2)
+        assert {n: x["pid"] for n, x in after.items()} == {n: x["pid"] for n, x in before.items()}
+        await ray_cluster.scaled(3)
+
+
+async def test_an_upgrade_replaces_all_and_loses_nothing(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Of configuration and model: here it is a copy with the same name."""
+    model = shutil.copytree(Path(demo.__file__).parent / "model", tmp_path / "model")
+    before = await ray_cluster.scaled(2)
+    changes = (f"--model={model}", "--model-name=pdserve-demo", "--set=router.policy=round_robin")
+    async with ray_cluster.answers():
+        said = await ray_cluster.pdserve("upgrade", "--config=service.yaml", "--decode=7", *changes)
+        assert said.count("HTTP at http://10.77.0.1") == 2
+        after = await ray_cluster.until_workers(2)
+    for old, new in zip(before.values(), after.values(), strict=True):
+        assert (old["node"], old["pid"]) != (new["node"], new["pid"])
+    for router in GRPC:
+        assert after[router]["grpc"] == before[router]["grpc"]
+
+
+async def test_an_upgrade_that_does_not_start_is_undone(ray_cluster: RayCluster) -> None:
+    before = await ray_cluster.scaled(2)
+    async with ray_cluster.answers():
+        changes = ("--config", "service.yaml", "--set=worker.engine_args.step_s=-1")
+        said = await ray_cluster.pdserve("upgrade", *changes, code=2)
+        assert "the upgrade was undone" in said
+        assert "engine_args.step_s" in said
+        after = await ray_cluster.until_workers(2)
+    same = ("decode-0", "decode-1", "prefill-0")
+    assert [after[x]["pid"] for x in same] == [before[x]["pid"] for x in same]
+    assert "engine_args.step_s" in (await ray_cluster.status())["refused"]
+
+
+async def test_workers_follow_the_load(ray_cluster: RayCluster) -> None:
+    await ray_cluster.scaled(1)
+    rules = ("up.scaling.up_after_s=1", "up.scaling.down_after_s=3", "up.scaling.target_load=0.5")
+    options = [x for rule in rules for x in ("--set", rule)]
+    await ray_cluster.pdserve("upgrade", "--config", "service.yaml", "--max-decode=3", *options)
+    assert "decode follows the load" in await ray_cluster.pdserve("scale", "decode=2", code=2)
+    async with ray_cluster.answers(16):
+        await ray_cluster.until_workers(3)
+    await ray_cluster.until_workers(1)
+    await ray_cluster.pdserve("upgrade", "--config", "service.yaml")
+
+
+async def test_status_says_what_waits_for_a_node(ray_cluster: RayCluster) -> None:
+    await ray_cluster.pdserve("scale", "decode=30")
+    await ray_cluster.until_said(
+        "waiting for a node with 1 CPU free", "pdserve", "status", "--on=ray"
+    )
+    # What an autoscaler adds nodes for.
+    await ray_cluster.until_said(PENDING, RAY, "status")
+    await ray_cluster.scaled(1)
 
 
 async def test_down_leaves_no_process_and_no_actor(ray_cluster: RayCluster) -> None:
@@ -277,3 +385,37 @@ async def test_down_leaves_no_process_and_no_actor(ray_cluster: RayCluster) -> N
             await asyncio.sleep(0.2)
     assert ray_cluster.processes("-m pdserve") == []
     assert "no service on this Ray cluster" in await ray_cluster.pdserve("status", code=1)
+    assert PENDING not in await ray_cluster.run(RAY, "status")
+
+
+async def test_a_job_starts_a_service(ray_cluster: RayCluster) -> None:
+    """On a head with a dashboard, which jobs need; with a service packed on one node."""
+    ray_cluster.kill(HEAD)
+    ray_cluster.start(HEAD, dashboard=True)
+    await ray_cluster.until_joined()
+    at = f"--address=http://{ray_cluster.network.address(HEAD)}:{DASHBOARD}"
+    up = [sys.executable, "-m", "pdserve", "up", "--on=ray", "--config=service.yaml"]
+    words = ("job", "submit", at, "--working-dir=job", "--", *up, "--strategy=pack")
+    said = await ray_cluster.run(RAY, *words)
+    assert said.count("HTTP at http://10.77.0.1") == 2
+    found = await ray_cluster.until_workers(1)
+    assert len({x["node"] for x in found.values()}) == 1
+    async with ray_cluster.answers():
+        pass
+    await ray_cluster.pdserve("down")
+
+
+async def test_a_head_that_forgets_is_refused(ray_cluster: RayCluster) -> None:
+    ray_cluster.kill(HEAD)
+    ray_cluster.start(HEAD, keeps=False)
+    await ray_cluster.until_joined()
+    said = await ray_cluster.pdserve("up", "--config", "service.yaml", code=2)
+    assert "--allow-fragile-head" in said
+
+
+async def test_ray_takes_the_cluster_file() -> None:
+    path = Path(__file__).parents[2] / "deploy" / "ray" / "cluster.yaml"
+    config = util.prepare_config(yaml.safe_load(path.read_text("utf-8")))
+    util.validate_config(config)
+    with pytest.raises(Exception, match="misspelt"):
+        util.validate_config({**config, "misspelt": 1})

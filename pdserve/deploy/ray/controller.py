@@ -7,72 +7,121 @@ So the controller can die at any time: Ray starts it again, and it goes on.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
+from msgspec import Struct, structs
+from msgspec.structs import replace
 from ray.experimental.internal_kv import (
     _internal_kv_del,
     _internal_kv_get,
     _internal_kv_put,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pdserve.config import WorkerConfig, parse
+from pdserve.deploy.load import Load, RouterLoads
 from pdserve.deploy.ray.host import Host
-from pdserve.deploy.ray.spec import ServiceSpec
+from pdserve.deploy.ray.rollout import Placed, choose_node, next_steps
+from pdserve.deploy.ray.spec import ServiceSpec, place_of
+from pdserve.deploy.scaling import Bounds, Scaler, ScalingRules
+from pdserve.discovery import Discovery
+from pdserve.errors import PdserveError
+from pdserve.security.tls import dialer
+from pdserve.types import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from pdserve.deploy.ray.spec import ProcessSpec
 
 NAMESPACE = "pdserve"
 CONTROLLER = "controller"
 _KEY = b"pdserve/service"
+_GROUP = "pdserve/"  # names of placement groups begin with it
 _LOOK_S = 1.0
 _ANSWER_S = 3.0
 _CONCURRENCY = 16
 _MARGIN_S = 15.0
+_PENDING = {"ready": False, "doing": "does not answer", "node": ""}
+
+
+class Service(Struct, frozen=True):
+    """What is wanted; during an upgrade also what was wanted before. `nodes` are those on which
+    routers ran last: they keep their addresses. `refused` says why the last upgrade was undone."""
+
+    spec: ServiceSpec
+    before: ServiceSpec | None = None
+    nodes: dict[str, str] = {}
+    refused: str = ""
 
 
 class Controller:
-    """State: what is wanted, the actors that exist, and what each said last."""
+    """State: the service, the actors that exist, and what each said last."""
 
     def __init__(self, spec: ServiceSpec) -> None:
         stored = _internal_kv_get(_KEY)
         if stored and ray.get_runtime_context().was_current_actor_reconstructed:
-            spec = msgspec.json.decode(stored, type=ServiceSpec)
-        self._spec = spec
-        self._store()
+            self._service = msgspec.json.decode(stored, type=Service)
+        else:
+            self._store(Service(spec))
         self._hosts: dict[str, Any] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._stopping: dict[str, asyncio.Task[None]] = {}
+        self._started: dict[str, float] = {}
+        self._scaler: Scaler | None = None
         self._failure = ""
         self._main = asyncio.get_event_loop().create_task(self._run())
 
     async def status(self) -> dict[str, Any]:
-        """Return the wanted counts, the state of every process, and why the last look failed."""
-        known = {name: self._states.get(name, _pending()) for name in self._spec.processes()}
-        leaving = {name: {**_pending(), "doing": "stopping"} for name in self._stopping}
-        states = {**known, **leaving}
-        return {"counts": self._spec.counts, "processes": states, "failure": self._failure}
+        """Return the wanted counts, the state of every process, whether an upgrade goes on, why the
+        last one was undone, and why the last look failed."""
+        service = self._service
+        states = {name: self._states.get(name, _PENDING) for name in service.spec.processes()}
+        for name in self._hosts.keys() - states.keys():
+            states[name] = self._states.get(name, _PENDING)
+        for name in self._stopping:
+            states[name] = {**states[name], "ready": False, "doing": "stopping"}
+        return {
+            "counts": service.spec.counts,
+            "processes": dict(sorted(states.items())),
+            "upgrading": service.before is not None,
+            "refused": service.refused,
+            "failure": self._failure,
+        }
 
     async def scale(self, counts: Mapping[str, int]) -> None:
         """Change how many workers roles have. Raises ConfigError."""
-        self._spec = self._spec.scaled(counts)
-        self._store()
+        self._store(_scaled(self._service, self._service.spec.scaled(counts).counts))
+
+    async def spec(self) -> ServiceSpec:
+        return self._service.spec
+
+    async def upgrade(self, spec: ServiceSpec) -> None:
+        """Replace what differs, one process of a role after the other. Raises ConfigError."""
+        now = self._service
+        to = now.spec.upgraded(spec)
+        before = now.before or (None if to == now.spec else now.spec)
+        self._store(replace(now, spec=to, before=before, refused=""))
+        self._scaler = None
 
     async def down(self) -> None:
         """Stop everything: the routers first, which let open requests finish."""
         self._main.cancel()
         await asyncio.wait((self._main,))
         names = self._find()
-        for part in (set(self._spec.routers), names - set(self._spec.routers)):
-            self._stop(part & names)
+        routers = {name for name in names if name.startswith("router-")}
+        for part in (routers, names - routers):
+            self._stop(part)
             await asyncio.gather(*self._stopping.values())
+        self._remove_groups(keep=())
         _internal_kv_del(_KEY)
 
-    def _store(self) -> None:
-        _internal_kv_put(_KEY, msgspec.json.encode(self._spec))
+    def _store(self, service: Service) -> None:
+        _internal_kv_put(_KEY, msgspec.json.encode(service))
+        self._service = service
 
     async def _run(self) -> None:
         while True:
@@ -80,7 +129,7 @@ class Controller:
                 await self._look()
                 self._failure = ""
             # ValueError: an actor of this name exists, or is still being removed.
-            except (ray.exceptions.RayError, ValueError, OSError) as error:
+            except (ray.exceptions.RayError, PdserveError, ValueError, OSError) as error:
                 self._failure = f"{type(error).__name__}: {error}"
             await asyncio.sleep(_LOOK_S)
 
@@ -94,18 +143,77 @@ class Controller:
 
     async def _look(self) -> None:
         self._find()
-        wanted = self._spec.processes()
-        self._stop(self._hosts.keys() - wanted.keys())
-        for name in wanted.keys() - self._hosts.keys():
-            self._hosts[name] = _start(name, wanted[name])
-        serving = self._hosts.keys() - self._stopping.keys()
-        await asyncio.gather(*(self._ask(name) for name in serving))
-        states = {name: self._states[name] for name in self._spec.routers if name in self._states}
-        routers = sorted(x["grpc"] for x in states.values() if x["ready"])
-        for name in serving - self._spec.routers.keys():
-            state = self._states.get(name, {})
-            if routers and state.get("routers", routers) != routers:
-                self._hosts[name].set_routers.remote(routers)
+        running = self._hosts.keys() - self._stopping.keys()
+        await asyncio.gather(*(self._ask(name) for name in running))
+        ready = {name for name in running if self._states[name]["ready"]}
+        routers = {x: self._states[x]["grpc"] for x in ready if x.startswith("router-")}
+        addresses = sorted(routers.values())
+        for name in running:
+            if addresses and self._states[name].get("routers", addresses) != addresses:
+                self._hosts[name].set_routers.remote(addresses)
+        nodes = {place_of(name): self._states[name]["node_id"] for name in routers}
+        if nodes.items() - self._service.nodes.items():
+            self._store(replace(self._service, nodes={**self._service.nodes, **nodes}))
+        groups = self._remove_groups(keep=self._hosts)
+        self._show_waiting(groups)
+        load = await self._measure(addresses)
+        self._scale(load)
+        workers = ready - routers.keys()
+        serving = (workers & load.ready) | routers.keys()
+        self._end_upgrade(serving)
+        wanted = self._service.spec.processes()
+        steps = next_steps(
+            wanted.keys(), self._hosts.keys(), serving, settled=workers <= load.ready
+        )
+        self._stop(steps.stop)
+        placed = [
+            Placed(name, group["bundles_to_node_id"][0], group["bundles"][0])
+            for name, group in groups.items()
+        ]
+        for name in sorted(steps.start):
+            self._start(name, wanted[name], placed)
+
+    async def _measure(self, routers: Collection[str]) -> Load:
+        if not routers:
+            return Load({}, {})
+        spec = self._service.spec
+        section = next(iter(spec.workers.values())).section
+        access = dialer(parse(WorkerConfig, section).access, "worker.access")
+        return await RouterLoads(Discovery(tuple(routers)), access, spec.model).measure()
+
+    def _scale(self, load: Load) -> None:
+        """Follow the load, in the roles that do."""
+        spec = self._service.spec
+        if not spec.bounds:
+            return
+        if self._scaler is None:
+            bounds = {Role(role): Bounds(*limits) for role, limits in spec.bounds.items()}
+            present = {role: spec.counts[role.value] for role in bounds}
+            self._scaler = Scaler(bounds, ScalingRules(**structs.asdict(spec.scaling)), present)
+        decided = self._scaler.decide(load.needs, time.monotonic())
+        counts = {**spec.counts, **{role.value: count for role, count in decided.items()}}
+        if counts != spec.counts:
+            self._store(_scaled(self._service, counts))
+
+    def _end_upgrade(self, serving: Collection[str]) -> None:
+        """Note that an upgrade is done; undo it if a new process cannot start."""
+        service = self._service
+        if service.before is None:
+            return
+        wanted = service.spec.processes()
+        if wanted.keys() == self._hosts.keys() and wanted.keys() <= set(serving):
+            self._store(replace(service, before=None))
+            return
+        now, limit_s = time.monotonic(), service.spec.start_s
+        for name in (wanted.keys() - service.before.processes().keys()) & self._hosts.keys():
+            state = self._states.get(name, _PENDING)
+            is_late = now - self._started.setdefault(name, now) > limit_s and name not in serving
+            why = state.get("broken") or (is_late and (state.get("failure") or state["doing"]))
+            if why:
+                refused = f"{name}: {why}"
+                self._store(replace(service, spec=service.before, before=None, refused=refused))
+                self._scaler = None
+                return
 
     async def _ask(self, name: str) -> None:
         try:
@@ -113,9 +221,63 @@ class Controller:
                 asyncio.wrap_future(self._hosts[name].state.remote().future()), _ANSWER_S
             )
         except TimeoutError:
-            self._states[name] = _pending()
+            self._states[name] = _PENDING
         except ray.exceptions.RayError as error:
-            self._states[name] = {**_pending(), "failure": f"{type(error).__name__}"}
+            self._states[name] = {**_PENDING, "failure": f"{type(error).__name__}"}
+
+    def _show_waiting(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Say of processes without a node what they wait for."""
+        for name, group in groups.items():
+            if group["state"] != "CREATED" and name in self._states:
+                needs = ", ".join(f"{n:g} {kind}" for kind, n in group["bundles"][0].items())
+                why = group["stats"]["scheduling_state"]
+                doing = f"waiting for a node with {needs} free ({why})"
+                self._states[name] = {**_PENDING, "doing": doing}
+
+    def _remove_groups(self, keep: Collection[str]) -> dict[str, dict[str, Any]]:
+        """Remove the placement groups of other processes; return those kept, by name."""
+        kept = {}
+        for group in ray.util.placement_group_table().values():
+            name = group["name"].removeprefix(_GROUP)
+            if group["state"] == "REMOVED" or name == group["name"]:
+                continue
+            if name in keep:
+                kept[name] = group
+            else:
+                ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+        return kept
+
+    def _start(self, name: str, spec: ProcessSpec, placed: list[Placed]) -> None:
+        """Start an actor in a placement group, and add it to those `placed`. Ray keeps both pending
+        until a node has room, as what an autoscaler should add."""
+        nodes = {x["NodeID"]: x["Resources"] for x in ray.nodes() if x["Alive"]}
+        before = self._service.nodes.get(place_of(name))
+        if before not in nodes:
+            before = choose_node(name, spec.bundle, self._service.spec.strategy, nodes, placed)
+        group = ray.util.placement_group(
+            [spec.bundle],
+            strategy="STRICT_PACK",
+            name=_GROUP + name,
+            lifetime="detached",
+            _soft_target_node_id=before,
+        )
+        placed.append(Placed(name, before or "", spec.bundle))
+        self._started[name] = time.monotonic()
+        self._hosts[name] = (
+            ray.remote(Host)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=_CONCURRENCY,
+                num_cpus=spec.cpus,
+                num_gpus=spec.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+            )
+            .remote(name, spec)
+        )
 
     def _stop(self, names: Iterable[str]) -> None:
         for name in set(names) - self._stopping.keys():
@@ -124,10 +286,9 @@ class Controller:
     async def _end(self, name: str) -> None:
         """Drain a process and remove its actor. An actor that does not answer is killed."""
         host = self._hosts[name]
-        known = self._spec.routers.get(name) or self._spec.workers[name.rpartition("-")[0]]
-        ended = host.stop.remote().future()
         try:
-            await asyncio.wait_for(asyncio.wrap_future(ended), known.grace_s + _MARGIN_S)
+            grace_s = await asyncio.wait_for(_answer(host.grace.remote()), _ANSWER_S)
+            await asyncio.wait_for(_answer(host.stop.remote()), grace_s + _MARGIN_S)
         except (TimeoutError, ray.exceptions.RayError):
             pass
         finally:
@@ -135,26 +296,14 @@ class Controller:
             self._hosts.pop(name, None)
             self._states.pop(name, None)
             self._stopping.pop(name, None)
+            self._started.pop(name, None)
 
 
-def _pending() -> dict[str, Any]:
-    return {"ready": False, "doing": "waiting for a node with room, or for an answer", "node": ""}
+def _answer(reference: Any) -> asyncio.Future[Any]:
+    return asyncio.wrap_future(reference.future())
 
 
-def _start(name: str, spec: ProcessSpec) -> Any:
-    """Start an actor. Ray spreads actors over nodes, and keeps it pending until one has room."""
-    return (
-        ray.remote(Host)
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=_CONCURRENCY,
-            num_cpus=spec.cpus,
-            num_gpus=spec.gpus,
-            scheduling_strategy="SPREAD",
-        )
-        .remote(name, spec)
-    )
+def _scaled(service: Service, counts: dict[str, int]) -> Service:
+    """Return the service with other counts, also if an upgrade is undone."""
+    before = service.before and replace(service.before, counts=counts)
+    return replace(service, spec=replace(service.spec, counts=counts), before=before)

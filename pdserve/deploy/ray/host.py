@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _FORGIVEN_AFTER_S = 300.0  # a process that ran this long has no deaths
 _MAX_REPORT_BYTES = 1 << 20
+_LAST_REPORTS_S = 1.0
 
 
 class Host:
@@ -45,7 +46,10 @@ class Host:
         self._has_routers = asyncio.Event()
         self._process: Any = None
         self._facts: dict[str, str] = {}
+        self._node_id = ray.get_runtime_context().get_node_id()
         self._doing, self._failure, self._lives, self._deaths = "starting", "", 0, 0
+        # Why it ended before it was ever ready; None once it was.
+        self._broken: str | None = ""
         self._stopped = asyncio.Event()
         # The kernel kills the child when the thread that forked it ends: the event loop's thread
         # lives as long as the actor.
@@ -57,7 +61,9 @@ class Host:
             "ready": bool(self._facts),
             "doing": self._doing,
             "failure": self._failure,
+            "broken": self._broken or "",
             "node": self._address,
+            "node_id": self._node_id,
             "pid": self._process.pid if self._process else 0,
             "actor_pid": os.getpid(),
             "lives": self._lives,
@@ -65,6 +71,10 @@ class Host:
             "routers": self._routers,
             **self._facts,
         }
+
+    async def grace(self) -> float:
+        """Return the seconds that `stop` may take."""
+        return self._spec.grace_s
 
     async def set_routers(self, addresses: Sequence[str]) -> None:
         """Write the routers' addresses into the file that the worker watches."""
@@ -104,6 +114,8 @@ class Host:
             self._deaths += 1
             pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._deaths - 1))
             self._doing = f"exit code {code}; restarted in {pause_s:g} s"
+            if self._broken == "":
+                self._broken = self._failure or f"exit code {code}, see {self._log}"
             if not self._stopped.is_set():
                 await self._first(asyncio.sleep(pause_s))
 
@@ -136,7 +148,10 @@ class Host:
                 )
             if self._stopped.is_set():
                 self._send(signal.SIGTERM)
-            return int(await self._process.wait())
+            code = int(await self._process.wait())
+            # A process that the child started may still hold the socket open.
+            await asyncio.wait((following,), timeout=_LAST_REPORTS_S)
+            return code
         finally:
             if self._process is not None:
                 self._send(signal.SIGKILL)
@@ -162,3 +177,4 @@ class Host:
             self._failure = report.get("failed", self._failure)
             if "ready" in report:
                 self._facts, self._doing, self._failure = report["ready"], "serving", ""
+                self._broken = None

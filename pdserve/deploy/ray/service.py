@@ -107,8 +107,30 @@ def status() -> dict[str, Any]:
 
 def scale(counts: Mapping[str, int]) -> None:
     """Change the counts of roles. Raises ConfigError."""
+    _order("scale", dict(counts))
+
+
+def spec() -> ServiceSpec:
+    """Return what is wanted now."""
+    found: ServiceSpec = ray.get(_controller().spec.remote(), timeout=_ANSWER_S)
+    return found
+
+
+def upgrade(to: ServiceSpec) -> dict[str, Any]:
+    """Replace what differs, and return the status when all is replaced. The controller undoes an
+    upgrade whose processes do not start in time. Raises ConfigError if it is refused or undone."""
+    _order("upgrade", to)
+    while (found := status())["upgrading"]:
+        time.sleep(_LOOK_S)
+    if found["refused"]:
+        raise ConfigError(f"the upgrade was undone: {found['refused']}")
+    return found
+
+
+def _order(method: str, *args: Any) -> None:
+    """Call the controller. Raises ConfigError."""
     try:
-        ray.get(_controller().scale.remote(dict(counts)), timeout=_ANSWER_S)
+        ray.get(getattr(_controller(), method).remote(*args), timeout=_ANSWER_S)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ConfigError):
             raise ConfigError(error.cause.message) from error

@@ -1,0 +1,86 @@
+"""What to start, what to stop and where, from what is wanted and what runs. No I/O."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.deploy.ray.spec import PACK, place_of, role_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Set
+
+_ROUTER = "router"
+
+
+class Steps(NamedTuple):
+    """Names of processes to start, and of those to stop."""
+
+    start: set[str]
+    stop: set[str]
+
+
+def next_steps(
+    wanted: Set[str], present: Set[str], serving: Collection[str], *, settled: bool
+) -> Steps:
+    """Return what brings the processes that are `present`, also those that stop, nearer to those
+    `wanted`. Of those, every router knows the workers that are `serving`, and if they are `settled`
+    every worker that is ready.
+
+    Workers of a role are replaced one at a time: a new one serves before the old one stops. A
+    router is stopped before its successor starts, which needs its ports; all others serve then.
+    """
+    start, stop = set[str](), set[str]()
+    old = present - wanted
+    replaced = {place_of(name) for name in old}
+    places = {place_of(name) for name in wanted}
+    stop |= {name for name in old if place_of(name) not in places}
+    busy = {role_of(name) for name in wanted & present if place_of(name) in replaced}
+    absent = {place_of(x) for x in wanted if role_of(x) == _ROUTER} - {*map(place_of, serving)}
+    for name in sorted(wanted):
+        place, role = place_of(name), role_of(name)
+        before = {x for x in old if place_of(x) == place}
+        if not before:
+            start |= {name} - present
+        elif role == _ROUTER:
+            if settled and absent <= {place} and _ROUTER not in busy:
+                stop |= before
+                busy.add(role)
+        elif name in serving:
+            stop |= before
+        elif name not in present and role not in busy:
+            start.add(name)
+            busy.add(role)
+    return Steps(start, stop)
+
+
+class Placed(NamedTuple):
+    """A process, its node and what it takes of it."""
+
+    name: str
+    node: str
+    bundle: Mapping[str, float]
+
+
+def choose_node(
+    name: str,
+    bundle: Mapping[str, float],
+    strategy: str,
+    nodes: Mapping[str, Mapping[str, float]],
+    placed: Iterable[Placed],
+) -> str | None:
+    """Return the node for a process, None if it fits nowhere beside those that are `placed`. To
+    spread, it is the one with the fewest processes of the role, then of the service; to pack, the
+    one with the most of the service. `nodes` has their resources."""
+    free = {node: dict(resources) for node, resources in nodes.items()}
+    ours, same = Counter[str](), Counter[str]()
+    for other in placed:
+        ours[other.node] += 1
+        same[other.node] += role_of(other.name) == role_of(name)
+        for kind, amount in other.bundle.items():
+            if other.node in free:
+                free[other.node][kind] = free[other.node].get(kind, 0.0) - amount
+    fits = [x for x in sorted(free) if all(free[x].get(k, 0.0) >= n for k, n in bundle.items())]
+    if strategy == PACK:
+        return max(fits, key=lambda x: ours[x], default=None)
+    return min(fits, key=lambda x: (same[x], ours[x]), default=None)
