@@ -53,8 +53,12 @@ gpu-install: ## the same for NVIDIA GPUs: vLLM with CUDA, on Linux x86_64 with P
 	@mkdir -p $(VENV) && touch $(GPU)
 	@$(MAKE) --no-print-directory install
 
-ray-install: $(STAMP) ## add Ray, which `pdserve up --on ray` and its tests need
-	$(PIP) install -q --no-deps -r requirements/ray.lock
+ray-install: $(VENV)/ray ## add Ray, which `pdserve up --on ray` and its tests need
+
+$(VENV)/ray: requirements/ray.lock | $(STAMP)
+	@echo "installing Ray"
+	@$(PIP) install -q --no-deps -r $< 2>$(PIP_LOG) || $(SHOW_PIP_LOG)
+	@touch $@
 
 run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)
@@ -71,7 +75,7 @@ test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why 
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); \
 		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
 
-test-tools: test-programs $(CLIENTS)/installed $(LOAD_CLIENTS)/installed tests/clients/node_modules ## what some slow tests use, and are skipped without
+test-tools: test-programs ray-install $(CLIENTS)/installed $(LOAD_CLIENTS)/installed tests/clients/node_modules ## what some slow tests use, and are skipped without
 
 test-programs: ## part of test-tools, as root on Debian: its programs
 	apt-get update -q
