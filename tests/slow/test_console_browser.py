@@ -170,7 +170,30 @@ async def test_a_chat_draws_its_own_waterfall(page: Page) -> None:
     await page.locator("summary", has_text="Tools as JSON").click()
     await page.get_by_label("Tools").fill("[")
     await page.get_by_role("button", name="Send").click()
-    await expect(page.locator(".turn .error").last).to_contain_text("JSON")
+    await expect(page.locator(".chat .error").last).to_contain_text("JSON")
+
+
+async def test_a_chat_shows_reasoning_and_calls_of_tools(page: Page) -> None:
+    await opened(page, "chat")
+    await page.get_by_label("Tenant's key").fill(KEY)
+    await page.get_by_label("Reasoning").select_option("high")
+    await page.locator("summary", has_text="Tools as JSON").click()
+    await page.get_by_role("button", name="Example").click()
+    await page.get_by_label("Message").fill("What is the weather of Oslo and of Rome?")
+    await page.get_by_role("button", name="Send", exact=True).click()
+    answer = page.locator(".turn").nth(1)
+    await expect(answer.locator("details .text")).to_contain_text("call get_weather twice")
+    await expect(answer.locator("pre")).to_have_text(
+        [f'calls get_weather({{"city": "{x}"}})' for x in ("Oslo", "Rome")]
+    )
+    await expect(answer).to_contain_text("KV blocks over")
+    await expect(answer.locator(".bar i.prefill")).to_be_visible()
+    await expect(answer.locator(".bar i.decode")).to_be_visible()
+    for i, weather in enumerate(("rain", "snow")):
+        await answer.get_by_label("Result of get_weather").nth(i).fill(weather)
+    await answer.get_by_role("button", name="Send to the model").click()
+    await expect(page.locator(".turn").last).to_contain_text("weather of Rome is snow")
+    await expect(page.locator(".turn .bar i.decode")).to_have_count(2)
 
 
 async def test_an_administrator_drains_a_worker_and_takes_it_back(page: Page) -> None:
@@ -182,6 +205,23 @@ async def test_an_administrator_drains_a_worker_and_takes_it_back(page: Page) ->
         await expect(dialog.get_by_role("status")).to_contain_text("done")
         await expect(lane.locator(".mark")).to_have_text(state)
         await dialog.get_by_role("button", name="Close").click()
+
+
+async def test_an_administrator_changes_the_role_of_a_worker(page: Page) -> None:
+    await opened(page, "workers")
+    lane, dialog = page.locator(".lane[data-worker='decode-1']"), page.locator("#ask")
+    for role in ("prefill", "decode"):
+        act = lane.get_by_role("button", name=f"Make it {role}")
+        await act.click()
+        await dialog.get_by_role("button", name="Cancel").click()
+        await expect(act).to_be_visible()  # nothing was done
+        await act.click()
+        await expect(dialog).to_contain_text(f"becomes a {role} worker")
+        await dialog.get_by_role("button", name="Make", exact=True).click()
+        await expect(dialog.get_by_role("status")).to_contain_text("done in")
+        await dialog.get_by_role("button", name="Close").click()
+        await expect(lane).to_contain_text(f"{role}, ")
+        await expect(lane.locator(".mark")).to_have_text("ready")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,6 +1,6 @@
 // What an administrator can do with a worker: each asks first, and shows its progress.
 
-import { make, setText } from "./dom.js";
+import { make, seconds, setText } from "./dom.js";
 import { events } from "./stream.js";
 
 const OTHER = { prefill: "decode", decode: "prefill" };
@@ -50,5 +50,5 @@ function wordsOf(event) {
   if (!event.done) return left;
   const moved = event.moved_streams ? `, ${event.moved_streams} streams were moved` : "";
   if (event.drained === false) return `not drained: ${left}`;
-  return `done${moved}`;
+  return `done${event.total_s ? ` in ${seconds(event.total_s)}` : ""}${moved}`;
 }

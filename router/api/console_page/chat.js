@@ -4,21 +4,27 @@ import { labelled, make, natural, number, seconds, setChoices, setText } from ".
 import { events } from "./stream.js";
 import { bar, drawBar, legend } from "./waterfall.js";
 
+const EXAMPLE = [{ type: "function", function: { name: "get_weather", description: "Get the weather of a city.",
+  parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }];
+
 export function chatView(app) {
   const { state } = app;
   const model = make("select");
   const key = make("input", { type: "password", autocomplete: "off", size: "20" });
   const text = make("textarea", { "aria-label": "Message", placeholder: "Ask something. Ctrl+Enter sends." });
-  const tools = make("textarea", { "aria-label": "Tools", placeholder: "[{\"type\": \"function\", \"function\": {\"name\": …}}]" });
+  const tools = make("textarea", { "aria-label": "Tools" });
+  const example = make("button", { type: "button", onclick: () => { tools.value = JSON.stringify(EXAMPLE, null, 1); } }, "Example");
+  const effort = make("select");
+  setChoices(effort, ["none", "low", "medium", "high"], "the model's default");
   const limit = make("input", { type: "number", min: "1", value: "256", size: "6" });
   const send = make("button", { class: "main" }, "Send");
   const stop = make("button", { type: "button", disabled: true, onclick: () => open?.abort() }, "Stop");
   const clear = make("button", { type: "button", onclick: () => { messages = []; turns.replaceChildren(); } }, "Clear");
   const turns = make("div", { role: "log", "aria-label": "Conversation" });
   const keyLabel = labelled("Tenant's key", key);
-  const form = make("form", { onsubmit: (event) => { event.preventDefault(); ask(); } },
-    text, make("details", {}, make("summary", {}, "Tools as JSON"), tools),
-    make("p", { class: "controls" }, labelled("Model", model), labelled("Tokens at most", limit), keyLabel, send, stop, clear));
+  const form = make("form", { onsubmit: (event) => { event.preventDefault(); question(); } },
+    text, make("details", {}, make("summary", {}, "Tools as JSON"), tools, example),
+    make("p", { class: "controls" }, labelled("Model", model), labelled("Reasoning", effort), labelled("Tokens at most", limit), keyLabel, send, stop, clear));
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });
@@ -36,21 +42,37 @@ export function chatView(app) {
     keyLabel.hidden = !state.hello.needs_key;
   }
 
-  async function ask() {
+  function question() {
     const content = text.value.trim();
     if (!content || open) return;
-    const turn = turnOf();
-    let given;
+    let given = {};
     try {
-      given = tools.value.trim() ? { tools: JSON.parse(tools.value) } : {};
+      if (tools.value.trim()) given = { tools: JSON.parse(tools.value) };
     } catch (error) {
-      setText(turn.error, `Tools: ${error.message}`);
-      turns.append(turn.root);
+      turns.append(make("p", { class: "error" }, `Tools: ${error.message}`));
       return;
     }
-    messages.push({ role: "user", content });
-    turns.append(make("div", { class: "turn user" }, make("div", { class: "text" }, content)), turn.root);
+    if (effort.value) given.reasoning_effort = effort.value;
     text.value = "";
+    ask([{ role: "user", content }], given);
+  }
+
+  /** Return a form for the results of the tools that an answer calls. */
+  function resultsOf(calls, given) {
+    const inputs = calls.map((x) => make("input", { required: true, placeholder: `result of ${x.function.name}`, "aria-label": `Result of ${x.function.name}` }));
+    const found = make("form", { class: "controls", onsubmit: (event) => {
+      event.preventDefault();
+      if (open) return;
+      found.remove();
+      ask(calls.map((x, i) => ({ role: "tool", tool_call_id: x.id, content: inputs[i].value })), given);
+    } }, ...inputs, make("button", {}, "Send to the model"));
+    return found;
+  }
+
+  async function ask(sent, given) {
+    const turn = turnOf();
+    messages.push(...sent);
+    turns.append(...sent.map((x) => make("div", { class: "turn user" }, make("div", { class: "text" }, x.content))), turn.root);
     open = new AbortController();
     send.disabled = true;
     stop.disabled = false;
@@ -60,11 +82,13 @@ export function chatView(app) {
       await receive(events("/v1/chat/completions", { key: key.value.trim(), body, signal: open.signal }), turn);
     } catch (error) {
       setText(turn.error, error.name === "AbortError" ? "stopped" : error.message);
+      if (!turn.line.firstChild) setText(turn.told, "");
     }
     const message = turn.message();
     // A question without an answer is no part of the conversation.
     if (message.content || message.tool_calls) messages.push(message);
-    else messages.pop();
+    else messages.splice(-sent.length);
+    if (message.tool_calls) turn.root.append(resultsOf(message.tool_calls, given));
     open = null;
     send.disabled = false;
     stop.disabled = true;
