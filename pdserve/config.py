@@ -294,6 +294,8 @@ class RouterConfig(_Section, frozen=True):
     max_queued_requests: Requests that may wait. More are rejected with 429.
     queue_timeout_s: How long a request waits while no worker of a role is ready. Then 503.
     tenants: Tenants by API key. Without any, every caller is served.
+    on_demand_models: Names of models that may have no worker. Requests for one that has none wait
+        for its start. `pdserve up` adds those that `up.scaling.to_zero_after_s` stops.
     request_timeout_s: Deadline of a request that gives none.
     lease_s: Lease of a worker. One that does not renew it is lost.
     access: Who may connect. API keys of clients are under `tenants`.
@@ -334,6 +336,7 @@ class RouterConfig(_Section, frozen=True):
     max_queued_requests: Count = 1024
     queue_timeout_s: Seconds = 30.0
     tenants: tuple[TenantConfig, ...] = ()
+    on_demand_models: tuple[Text, ...] = ()
     request_timeout_s: Duration = 600.0
     lease_s: Lease = 5.0
     access: RouterAccessConfig = RouterAccessConfig()
@@ -631,11 +634,14 @@ class ScalingConfig(_Section, frozen=True):
     target_load: Load of a role that has enough workers: 1 keeps all of them busy.
     up_after_s: Seconds of a higher load before workers are added.
     down_after_s: Seconds of a lower load before a worker is removed.
+    to_zero_after_s: Seconds without a request after which all prefill and decode workers of a model
+        stop. The next request starts them. 0: never.
     """
 
     target_load: Annotated[float, Meta(gt=0, le=1)] = 0.7
     up_after_s: Amount = 10.0
     down_after_s: Amount = 120.0
+    to_zero_after_s: Amount = 0.0
 
 
 class UpConfig(PoolsConfig, frozen=True):
@@ -676,10 +682,13 @@ class Config(_Section, frozen=True):
     worker: WorkerConfig = WorkerConfig()
 
     def __post_init__(self) -> None:
-        scaled = any(p.most > p.workers for each in self.models for p in each.by_role().values())
-        if scaled and self.router.roles.auto:
+        pools, to_zero = [x.by_role() for x in self.models], self.up.scaling.to_zero_after_s > 0
+        scaled = any(pool.most > pool.workers for each in pools for pool in each.values())
+        if (scaled or to_zero) and self.router.roles.auto:
             reason = "cannot be true while the number of workers follows the load (max_workers)"
             refuse("router.roles.auto", reason)
+        if to_zero and any(x.prefill.warm_workers + x.decode.warm_workers for x in self.models):
+            refuse("up.scaling.to_zero_after_s", "cannot be used with warm_workers, which stay")
         if not self.up.models:
             return
         elsewhere = [f"up.{name}" for name in PoolsConfig.__struct_fields__]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
     from router.metrics import RouterMetrics
+    from router.on_demand import OnDemandModels
     from router.operations import RoleChanger
     from router.placement.cost import CostModel
     from router.request import RequestServer
@@ -65,12 +66,14 @@ class RegistryService(RegistryServicer):
         fleet: Fleet,
         requests: RequestServer,
         costs: CostModel,
+        on_demand: OnDemandModels | None,
         roles: Mapping[str, Verdict],
         loads: Mapping[str, Loads],
     ) -> None:
         self._fleet = fleet
         self._requests = requests
         self._costs = costs
+        self._on_demand = on_demand
         self._roles = roles
         self._loads = loads
 
@@ -133,9 +136,12 @@ class RegistryService(RegistryServicer):
             ],
             needs=[
                 w.RoleNeed(model=model, role=wire.role_to_pb(role), workers=need)
-                for model, loads in sorted(self._loads.items())
-                for role, need in loads.needs.items()
+                for model, needs in sorted(self._needs().items())
+                for role, need in needs.items()
             ],
+            on_demand=[w.ModelNote(model=x, text=text) for x, text in self._on_demand.texts()]
+            if self._on_demand is not None
+            else (),
             disaggregation=[
                 w.ModelNote(model=x, text=self._costs.disaggregation(x)) for x in fleet.models()
             ],
@@ -146,6 +152,13 @@ class RegistryService(RegistryServicer):
                 for (prefill, decode), breaker in fleet.outliers.listed(now)
             ],
         )
+
+    def _needs(self) -> dict[str, dict[Role, float]]:
+        needs = {model: loads.needs for model, loads in self._loads.items()}
+        for model, load in () if self._on_demand is None else self._on_demand.loads():
+            known = needs.get(model, {})
+            needs[model] = {x: max(load, known.get(x, 0.0)) for x in (Role.PREFILL, Role.DECODE)}
+        return needs
 
     def _entry(self, member: Member, now: float) -> w.WorkerEntry:
         prefills, breaker = member.info.role is Role.PREFILL, member.breaker

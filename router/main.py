@@ -47,6 +47,7 @@ from router.decisions import DecisionLog
 from router.fleet.registry import Fleet
 from router.health_checks import ActiveHealthChecks
 from router.metrics import RouterMetrics
+from router.on_demand import OnDemandModels
 from router.operations import RoleChanger
 from router.parser_process import ParserProcess
 from router.parsing import AnswerParser
@@ -118,9 +119,13 @@ def make_services(
         log=decisions,
         prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
     )
-    budget = RetryBudget(config.retry_tokens_per_s)
+    budget, patience_s = RetryBudget(config.retry_tokens_per_s), config.queue_timeout_s
+    on_demand = None
+    if names := config.on_demand_models:
+        limit = config.max_queued_requests
+        on_demand = OnDemandModels(names, fleet, patience_s=patience_s, max_waiting=limit)
     return Services(
-        *(fleet, admission, placer, costs, metrics, accounting, budget, config.queue_timeout_s)
+        *(fleet, admission, placer, costs, metrics, accounting, budget, patience_s, on_demand)
     )
 
 
@@ -205,6 +210,7 @@ class RouterServer:
         preprocessor = Preprocessor(
             requests.models,
             requests.adapters,
+            services.on_demand,
             timeout_s=config.request_timeout_s,
             load=partial(fetch_tokenizer, fleet),
             tool_parser=config.tool_call_parser,
@@ -213,7 +219,7 @@ class RouterServer:
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, opened, keys),
             RegistryService(
-                *(fleet, requests, costs),
+                *(fleet, requests, costs, services.on_demand),
                 roles if config.roles.auto else {},
                 autoscaler.loads,
             ),

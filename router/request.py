@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from router.fleet.registry import Fleet
     from router.handoff import StreamState
     from router.metrics import RouterMetrics
+    from router.on_demand import OnDemandModels
     from router.parsing import AnswerParser
     from router.placement.cost import CostModel
     from router.placement.values import Demand
@@ -76,6 +77,7 @@ class Services:
     accounting: Accounting
     budget: RetryBudget
     queue_timeout_s: float = 30.0
+    on_demand: OnDemandModels | None = None
 
 
 class RequestRecord(Struct, eq=False, kw_only=True):
@@ -328,20 +330,23 @@ class RequestServer:
         return len(self.log.open)
 
     def models(self) -> Mapping[str, ModelInfo]:
-        """The models of the registered workers, by name."""
-        return self._services.fleet.models()
+        """The models of the registered workers, and those that may have none, by name."""
+        models, on_demand = self._services.fleet.models(), self._services.on_demand
+        return models if on_demand is None else on_demand.with_missing(models)
 
     def adapters(self) -> Mapping[str, Adapter]:
         """The LoRA adapters that are served, by name."""
         return self._services.fleet.adapters
 
     def check_ready(self) -> None:
-        """Raises Unavailable unless every model can be served now."""
-        models = self.models()
-        if not models:
+        """Raises Unavailable unless every model can be served now, or started when it is asked
+        for."""
+        models, fleet, on_demand = self.models(), self._services.fleet, self._services.on_demand
+        if not models and on_demand is None:
             raise Unavailable("no worker is registered")
-        fleet = self._services.fleet
         for name in models:
+            if on_demand is not None and on_demand.is_missing(name):
+                continue
             if fleet.of_model(name) or not fleet.pooling(name):
                 check_servable(fleet.candidates(name), name, aggregated=True)
             else:

@@ -22,7 +22,7 @@ from pdserve.deploy.load import RouterLoads
 from pdserve.deploy.revisions import RouterWeights
 from pdserve.deploy.scaling import Bounds, ScalingRules
 from pdserve.discovery import Discovery
-from pdserve.errors import ClientError, PermissionDenied, Unauthenticated
+from pdserve.errors import ClientError, ConfigError, PermissionDenied, Unauthenticated
 from pdserve.security.tls import dialer
 from pdserve.types import Role
 
@@ -57,6 +57,12 @@ def register(commands: Subparsers) -> None:
         ("--target-load", _DEFAULTS.target_load, "SHARE", "load of a role with enough workers"),
         ("--up-after", _DEFAULTS.up_after_s, "SECONDS", "of load before there are more workers"),
         ("--down-after", _DEFAULTS.down_after_s, "SECONDS", "without it before there is one less"),
+        (
+            "--to-zero-after",
+            0.0,
+            "SECONDS",
+            "without requests before all workers stop, 0 for never",
+        ),
     ):
         note = f"{text} (default: {value:g})"
         parser.add_argument(flag, type=float, default=value, metavar=metavar, help=note)
@@ -88,7 +94,10 @@ async def _run(args: argparse.Namespace) -> int:
 
     try:
         rules = ScalingRules(
-            target_load=args.target_load, up_after_s=args.up_after, down_after_s=args.down_after
+            target_load=args.target_load,
+            up_after_s=args.up_after,
+            down_after_s=args.down_after,
+            to_zero_after_s=args.to_zero_after,
         )
     except ValueError as error:
         refuse("scaler", str(error))
@@ -108,7 +117,7 @@ async def _run(args: argparse.Namespace) -> int:
     async with connect() as client:
         lease = LeaderLease(client, args.lease, clock)
         scaler = ReplicaScaler(client, lease, pools, rules, loads.measure, clock)
-        await until_stopped(repeat(scaler.look, ClientError))
+        await until_stopped(repeat(scaler.look, (ClientError, ConfigError)))
     return 0
 
 

@@ -85,6 +85,7 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
         "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
         "roles": [plain(roles) for roles in listed.roles],
         "disaggregation": [plain(model) for model in listed.disaggregation],
+        "on_demand": [plain(model) for model in listed.on_demand],
     }
 
 
@@ -188,6 +189,7 @@ def _show(address: str, found: dict[str, Any]) -> None:
         ],
         "roles by load": [f"{row['model']}: {row['text']}" for row in found["roles"]],
         "P/D helps here": [f"{row['model']}: {row['text']}" for row in found["disaggregation"]],
+        "started on demand": [f"{row['model']}: {row['text']}" for row in found["on_demand"]],
     }
     for title, lines in lists.items():
         if lines:

@@ -27,11 +27,13 @@ _ANSWER_S = 3.0
 @dataclass(frozen=True, slots=True)
 class Load:
     """Workers that the load of each role keeps busy, open streams by worker, and the workers, of
-    any model, that every router takes for ready."""
+    any model, that every router takes for ready. A model that is `on_demand` may have no worker:
+    its requests wait for one."""
 
     needs: Mapping[Role, float]
     streams: Mapping[str, int]
     ready: frozenset[str] = frozenset()
+    on_demand: bool = False
 
 
 class RouterLoads:
@@ -59,7 +61,8 @@ class RouterLoads:
             for name, count in load.streams.items():
                 streams[name] = max(count, streams.get(name, 0))
         everywhere = frozenset.intersection(*(load.ready for load in loads))
-        return Load(needs, streams, everywhere if len(loads) == len(answers) else frozenset())
+        ready = everywhere if len(loads) == len(answers) else frozenset()
+        return Load(needs, streams, ready, all(load.on_demand for load in loads))
 
     async def _ask(self, address: str) -> Load | PdserveError:
         async with self._dialer.open_channel(address) as channel:
@@ -75,6 +78,7 @@ class RouterLoads:
             {wire.role_from_pb(x.role): x.workers for x in found.needs if x.model == self._model},
             {x.info.worker_id: _streams(x) for x in ours if x.state != "lost"},
             frozenset(x.info.worker_id for x in found.workers if x.state == "ready"),
+            any(x.model == self._model for x in found.on_demand),
         )
 
 

@@ -26,17 +26,21 @@ _SLACK = 1e-9
 class ScalingRules:
     """Workers are added if the load was above `target_load` on average over `up_after_s`: at most
     as many as there are. One is removed if those left would have been below it on average over
-    `up_after_s` and over `down_after_s`. Both times start anew after every change."""
+    `up_after_s` and over `down_after_s`. Both times start anew after every change.
+
+    With `to_zero_after_s` all workers of the model go after so long without any load, and the first
+    load brings the fewest of each role back."""
 
     target_load: float = 0.7
     up_after_s: float = 10.0
     down_after_s: float = 120.0
+    to_zero_after_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.target_load <= 1:
             raise ValueError(f"target_load must be above 0 and at most 1, not {self.target_load}")
-        if self.up_after_s < 0 or self.down_after_s < 0:
-            raise ValueError("up_after_s and down_after_s must not be negative")
+        if min(self.up_after_s, self.down_after_s, self.to_zero_after_s) < 0:
+            raise ValueError("no time may be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class _RoleState:
 
 
 class Scaler:
-    """State: the workers wanted of each role of one model."""
+    """State: the workers wanted of each role of one model, and whether it is at zero."""
 
     def __init__(
         self, bounds: Mapping[Role, Bounds], rules: ScalingRules, present: Mapping[Role, int]
@@ -73,14 +77,31 @@ class Scaler:
             role: _RoleState(min(max(present[role], limits.least), limits.most))
             for role, limits in bounds.items()
         }
+        self._is_at_zero = rules.to_zero_after_s > 0 and not any(present.values())
+        self._loaded_at: float | None = None
 
     def decide(self, needs: Mapping[Role, float], now: float) -> dict[Role, int]:
         """Return the workers wanted by role, given the need of each; `now` never goes back. A role
         without a need keeps its number: nothing is known of its load."""
+        if self._rules.to_zero_after_s:
+            self._look_for_zero(needs, now)
+        if self._is_at_zero:
+            return dict.fromkeys(self._roles, 0)
         for role, need in needs.items():
             if role in self._roles:
                 self._look(self._roles[role], self._bounds[role], need, now)
         return {role: state.wanted for role, state in self._roles.items()}
+
+    def _look_for_zero(self, needs: Mapping[Role, float], now: float) -> None:
+        is_unknown = not needs and not self._is_at_zero
+        if is_unknown or any(needs.values()) or self._loaded_at is None:
+            self._loaded_at = now
+        if self._is_at_zero and any(needs.values()):
+            self._is_at_zero = False
+            for role, bounds in self._bounds.items():
+                self._roles[role] = _RoleState(bounds.least)
+        elif now - self._loaded_at >= self._rules.to_zero_after_s:
+            self._is_at_zero = True
 
     def _look(self, state: _RoleState, bounds: Bounds, need: float, now: float) -> None:
         rules, seen = self._rules, state.seen

@@ -11,14 +11,16 @@ from msgspec.structs import replace
 
 from pdserve.config import ScaledRoleConfig, WorkerConfig, refuse, served_names
 from pdserve.local.gpus import memory_share, share_gpus
+from pdserve.types import Role
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pdserve.config import Config, RouterConfig
     from pdserve.local.gpus import Wanted
-    from pdserve.types import Role
 
+# Routers know what the load of these roles needs.
+SCALED = (Role.PREFILL, Role.DECODE)
 _CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus", "warm")
 # Engine arguments that set the use of GPU memory.
 _OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
@@ -39,6 +41,11 @@ def router_configs(config: Config) -> dict[str, RouterConfig]:
     """Return each router's configuration by name. The ports of each are `_PORTS_APART` above those
     of the one before; 0 stays 0. Raises ConfigError."""
     count, router = config.up.routers, config.router
+    if config.up.scaling.to_zero_after_s:
+        scaled = {pool.model for pool in worker_pools(config) if pool.role in SCALED and pool.names}
+        router = replace(
+            router, on_demand_models=tuple(sorted({*router.on_demand_models, *scaled}))
+        )
     if count == 1:
         return {"router": router}
     found: dict[str, RouterConfig] = {}

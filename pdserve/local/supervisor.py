@@ -38,7 +38,6 @@ from pdserve.local.forkserver import ForkServer, launch
 from pdserve.local.gpus import gpus_for, is_cpu_build
 from pdserve.local.progress import StartProgress
 from pdserve.security.tls import dialer
-from pdserve.types import Role
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from pdserve.local.display import Display
     from pdserve.local.forkserver import Forked
 
-# Routers know what the load of these roles needs.
-SCALED = (Role.PREFILL, Role.DECODE)
 PRELOAD = "workers.vllm.preload:preload"
 OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
@@ -273,11 +270,13 @@ class Supervisor:
             target_load=scaling.target_load,
             up_after_s=scaling.up_after_s,
             down_after_s=scaling.down_after_s,
+            to_zero_after_s=scaling.to_zero_after_s,
         )
         found = []
         for model in self._models:
-            pools = [x for x in self._pools if x.model == model and x.role in SCALED]
-            if any(len(pool.names) > pool.least for pool in pools):
+            pools = [x for x in self._pools if x.model == model and x.role in specs.SCALED]
+            may_change = scaling.to_zero_after_s or any(len(x.names) > x.least for x in pools)
+            if may_change and any(pool.names for pool in pools):
                 measure = RouterLoads(discovery, self._dialer, model).measure
                 found.append(LoadFollower([x for x in pools if x.names], rules, measure))
         return found

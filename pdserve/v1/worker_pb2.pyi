@@ -350,7 +350,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology", "needs")
+    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology", "needs", "on_demand")
     class TopologyEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -364,13 +364,15 @@ class ListWorkersResponse(_message.Message):
     DISAGGREGATION_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
+    ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
     roles: _containers.RepeatedCompositeFieldContainer[ModelNote]
     disaggregation: _containers.RepeatedCompositeFieldContainer[ModelNote]
     topology: _containers.ScalarMap[str, str]
     needs: _containers.RepeatedCompositeFieldContainer[RoleNeed]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ..., needs: _Optional[_Iterable[_Union[RoleNeed, _Mapping]]] = ...) -> None: ...
+    on_demand: _containers.RepeatedCompositeFieldContainer[ModelNote]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ..., needs: _Optional[_Iterable[_Union[RoleNeed, _Mapping]]] = ..., on_demand: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ...) -> None: ...
 
 class RoleNeed(_message.Message):
     __slots__ = ("model", "role", "workers")

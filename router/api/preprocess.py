@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pdserve.tokenizer import Tokenizer
     from pdserve.types import Adapter, ModelInfo, StructuredOutput
+    from router.on_demand import OnDemandModels
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Preprocessor:
         self,
         models: Callable[[], Mapping[str, ModelInfo]],
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
+        on_demand: OnDemandModels | None = None,
         *,
         timeout_s: float,
         tool_parser: str = AUTO,
@@ -109,6 +111,7 @@ class Preprocessor:
     ) -> None:
         self._models = models
         self._adapters = adapters
+        self._on_demand = on_demand
         self._timeout_s = timeout_s
         self._now = asyncio.get_running_loop().time
         self._tool_parser = tool_parser
@@ -132,6 +135,8 @@ class Preprocessor:
         if parsed.timeout_s is not None:
             timeout_s = min(timeout_s, parsed.timeout_s)
         until = self._now() + timeout_s
+        if self._on_demand is not None:
+            await self._on_demand.wait_for(parsed.model, timeout_s)
         model, _ = self.find(parsed.model)
         sampling = _with_defaults(parsed, model.sampling_defaults)
         _check_ids(sampling.stop_token_ids, model, field="stop_token_ids")

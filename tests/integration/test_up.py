@@ -250,3 +250,21 @@ def test_decode_workers_follow_the_load_and_no_answer_is_lost(tmp_path: Path) ->
         running.send(signal.SIGINT)
         assert running.wait() == 0, running.output
         assert running.survivors() == []
+
+
+def test_a_model_without_requests_stops_and_the_next_one_starts_it(tmp_path: Path) -> None:
+    idle = ("--set", "up.scaling.to_zero_after_s=1")
+    with up(tmp_path, *idle) as running:
+        ready = running.wait_until_serving()
+        workers = [psutil.Process(x["pid"]) for x in ready["workers"]]
+        running.wait_for_line("0 decode workers instead of 1")
+        assert not psutil.wait_procs(workers, WAIT_S)[1]
+        with urllib.request.urlopen(f"{ready['http']}/v1/models", timeout=WAIT_S) as listed:
+            assert b"pdserve-demo" in listed.read()
+        with urllib.request.urlopen(f"{ready['http']}/ready", timeout=WAIT_S) as answer:
+            assert answer.status == 200
+        with ask(ready["http"]) as response:
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        running.send(signal.SIGINT)
+        assert running.wait() == 0, running.output
+        assert running.survivors() == []

@@ -11,6 +11,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdserve.config import refuse
 from pdserve.deploy.kubernetes.api import Pod, call, merge
 from pdserve.deploy.scaling import Scaler
 from pdserve.errors import Conflict, NotFound, Unavailable
@@ -61,12 +62,16 @@ class ReplicaScaler:
     async def look(self) -> None:
         """Renew the lease, look at the load, and write the numbers that differ.
 
-        Raises ClientError if it lacks a right or a pool does not exist, another PdserveError if
-        somebody does not answer."""
+        Raises ClientError if it lacks a right or a pool does not exist, ConfigError if the routers
+        would forget the model, another PdserveError if somebody does not answer."""
         if not await self._lease.renew():
             self._scaler = None
             return
         load = await self._measure()
+        if self._rules.to_zero_after_s and not load.on_demand:
+            refuse(
+                "router.on_demand_models", "lacks the model, which would be lost at zero workers"
+            )
         scales = {role: await self._get(pool) for role, pool in self._pools.items()}
         if self._scaler is None:
             logger.info("this process leads")

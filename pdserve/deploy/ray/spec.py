@@ -130,6 +130,8 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
     }
     drain_s = config.worker.drain_timeout_s + MOVE_S + UNPIN_S + _MARGIN_S
     workers, counts, bounds = {}, {}, {}
+    if config.up.scaling.to_zero_after_s:
+        refuse("up.scaling.to_zero_after_s", "is not possible with --on ray")
     for role, pool in config.models[0].by_role().items():
         if pool.gpus:
             refuse(f"up.{role}.gpus", "is not possible with --on ray, which chooses GPUs")

@@ -45,14 +45,14 @@ class Setup:
         self._stack = stack
         self.decode = "deployments.v1.apps/pdserve-decode"
 
-    async def start(self) -> ReplicaScaler:
+    async def start(self, rules: ScalingRules = RULES) -> ReplicaScaler:
         client = await self._stack.enter_async_context(connect())
         pools = {
             Role.PREFILL: Pool(*scale_of("deployments.v1.apps/pdserve-prefill"), Bounds(1, 4)),
             Role.DECODE: Pool(*scale_of(self.decode), Bounds(1, 8)),
         }
         lease = LeaderLease(client, LEASE, lambda: self.now)
-        scaler = ReplicaScaler(client, lease, pools, RULES, self._measure, lambda: self.now)
+        scaler = ReplicaScaler(client, lease, pools, rules, self._measure, lambda: self.now)
         self.leases[scaler] = lease
         return scaler
 
@@ -95,6 +95,19 @@ async def test_replicas_follow_the_load_within_their_bounds(setup: Setup) -> Non
     setup.needs(0.0)
     assert [await setup.look(scaler) for _ in range(9)] == [7, 6, 5, 4, 3, 2, 1, 1, 1]
     assert {name for name, _ in setup.scaled()} == {"pdserve-decode"}
+
+
+async def test_a_model_that_waits_for_requests_goes_to_zero_and_comes_back(setup: Setup) -> None:
+    scaler = await setup.start(replace(RULES, to_zero_after_s=2.0))
+    setup.load = Load({Role.PREFILL: 0.0, Role.DECODE: 0.0}, {})
+    with pytest.raises(ConfigError, match="on_demand_models"):
+        await setup.look(scaler)
+    setup.load = replace(setup.load, on_demand=True)
+    assert [await setup.look(scaler) for _ in range(4)] == [1, 1, 0, 0]
+    assert setup.api.replicas("pdserve-prefill") == 0
+    setup.needs(0.01)
+    assert await setup.look(scaler) == 1
+    assert setup.api.replicas("pdserve-prefill") == 1
 
 
 async def test_a_restarted_scaler_goes_on_from_the_replicas_that_there_are(setup: Setup) -> None:

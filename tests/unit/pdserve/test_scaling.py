@@ -74,3 +74,22 @@ def test_bounds_that_cannot_be_kept_are_refused(least: int, most: int) -> None:
 def test_a_target_load_that_cannot_be_kept_is_refused() -> None:
     with pytest.raises(ValueError, match="target_load"):
         ScalingRules(target_load=0.0)
+
+
+def test_a_model_without_requests_goes_to_zero_and_the_first_one_brings_it_back() -> None:
+    rules = ScalingRules(up_after_s=10.0, down_after_s=60.0, to_zero_after_s=30.0)
+    bounds = {Role.PREFILL: Bounds(1, 4), DECODE: Bounds(2, 4)}
+    scaler = Scaler(bounds, rules, {Role.PREFILL: 1, DECODE: 2})
+
+    def after(load: float | None, times: range) -> list[tuple[int, ...]]:
+        needs = {} if load is None else {Role.PREFILL: 0.0, DECODE: load}
+        return [tuple(scaler.decide(needs, float(now)).values()) for now in times]
+
+    assert set(after(0.01, range(100))) == {(1, 2)}
+    assert set(after(0.0, range(100, 129))) == {(1, 2)}
+    assert set(after(0.0, range(129, 200))) == {(0, 0)}
+    assert set(after(None, range(200, 210))) == {(0, 0)}, "a router that knows nothing asks nothing"
+    assert set(after(0.01, range(210, 211))) == {(1, 2)}
+    assert set(after(None, range(211, 300))) == {(1, 2)}, "an unknown load is not none"
+    again = Scaler(bounds, rules, {Role.PREFILL: 0, DECODE: 0})
+    assert again.decide({DECODE: 0.0}, 0.0) == {Role.PREFILL: 0, DECODE: 0}

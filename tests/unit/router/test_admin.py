@@ -45,7 +45,8 @@ async def registry(fleet: Fleet) -> AsyncIterator[RegistryAsyncStub]:
     server = rpc.make_server()
     costs = CostModel(fleet, SloConfig(), fleet.now)
     requests = cast("RequestServer", Idle())
-    add_RegistryServicer_to_server(RegistryService(fleet, requests, costs, {}, LOADS), server)
+    service = RegistryService(fleet, requests, costs, None, {}, LOADS)
+    add_RegistryServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with fleet, rpc.open_channel(f"127.0.0.1:{port}") as channel:

@@ -1,0 +1,122 @@
+"""Models that may have no worker. A request for one that has none waits while one is started.
+
+Who starts and stops workers (`pdserve/deploy/scaling.py`) asks for the load: a model that was asked
+for lately has some, so that its workers start, or stay.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pdserve.errors import Overloaded, Unavailable
+from router.placement.filters import check_servable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from pdserve.types import ModelInfo
+    from router.fleet.registry import Fleet
+
+# For so long a request counts as load: longer than a scaler waits between two looks, and while no
+# worker has come, as long as a start may take.
+ASKED_S, STARTING_S = 10.0, 900.0
+# In workers. It asks for one, and changes no average.
+ASKED_LOAD = 0.01
+# Until a start was seen.
+START_S = 60.0
+# If a start takes longer than the last one.
+OVERDUE_S = 5.0
+
+
+class OnDemandModels:
+    """State by model: when it was asked for, since when requests miss it, how long its last start
+    took, and what its workers said of it."""
+
+    def __init__(
+        self, names: Collection[str], fleet: Fleet, *, patience_s: float, max_waiting: int
+    ) -> None:
+        """A request waits `patience_s` at most, and `max_waiting` requests at a time."""
+        self.names = frozenset(names)
+        self._fleet = fleet
+        self._patience_s = patience_s
+        self._max_waiting = max_waiting
+        self._waiting = 0
+        self._asked_at: dict[str, float] = {}
+        self._missed_since: dict[str, float] = {}
+        self._start_s: dict[str, float] = {}
+        self._infos: dict[str, ModelInfo] = {}
+
+    def with_missing(self, models: Mapping[str, ModelInfo]) -> Mapping[str, ModelInfo]:
+        """Return `models` and those that had workers before."""
+        self._infos |= {name: info for name, info in models.items() if name in self.names}
+        return {**self._infos, **models}
+
+    def is_missing(self, model: str) -> bool:
+        return model in self.names and not self._is_servable(model)
+
+    async def wait_for(self, name: str, timeout_s: float) -> None:
+        """A request asks for the model `name`: return when it has a worker; at once if it is none
+        of these. Raises Overloaded if too many wait, and Unavailable after the time."""
+        infos = self._infos.values()
+        model = next((x.name for x in infos if name in x.names), name)
+        if model not in self.names:
+            return
+        now = self._fleet.now()
+        self._asked_at[model] = now
+        if self._is_servable(model):
+            self._missed_since.pop(model, None)
+            return
+        since = self._missed_since.setdefault(model, now)
+        if self._waiting >= self._max_waiting:
+            raise Overloaded(
+                f"{self._waiting} requests wait for the start of a worker",
+                retry_after_s=self._retry_after_s(model, since),
+            )
+        give_up_at = now + min(timeout_s, self._patience_s)
+        self._waiting += 1
+        try:
+            while not self._is_servable(model):
+                if not await self._fleet.capacity_change(until=give_up_at):
+                    raise Unavailable(
+                        f"model {model} had no worker; one starts since "
+                        f"{self._fleet.now() - since:.0f} s",
+                        retry_after_s=self._retry_after_s(model, since),
+                    )
+        finally:
+            self._waiting -= 1
+        if self._missed_since.pop(model, None) is not None:
+            self._start_s[model] = self._fleet.now() - since
+
+    def loads(self) -> Iterator[tuple[str, float]]:
+        """Return the load of each model by its requests, in workers."""
+        self.with_missing(self._fleet.models())  # known before the scaler that asks stops them
+        now = self._fleet.now()
+        for model in sorted(self.names):
+            counts_s = STARTING_S if self.is_missing(model) else ASKED_S
+            asked_at = self._asked_at.get(model, -math.inf)
+            yield model, ASKED_LOAD if now - asked_at < counts_s else 0.0
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Say of each model whether it has workers."""
+        return ((model, self._text(model)) for model in sorted(self.names))
+
+    def _text(self, model: str) -> str:
+        if self._is_servable(model):
+            return "has workers"
+        start_s, since = self._start_s.get(model), self._missed_since.get(model)
+        takes = "" if start_s is None else f"; a start takes {start_s:.0f} s"
+        if since is None:
+            return f"no worker until it is asked for{takes}"
+        return f"no worker, asked for {self._fleet.now() - since:.0f} s ago{takes}"
+
+    def _is_servable(self, model: str) -> bool:
+        try:
+            check_servable(self._fleet.candidates(model), model, aggregated=True)
+        except Unavailable:
+            return False
+        return True
+
+    def _retry_after_s(self, model: str, since: float) -> float:
+        left_s = self._start_s.get(model, START_S) - (self._fleet.now() - since)
+        return float(math.ceil(left_s)) if left_s > 0 else OVERDUE_S

@@ -1,0 +1,52 @@
+"""Models that may have no worker: who waits for one, for how long, and when to come again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.errors import Overloaded, Unavailable
+from pdserve.types import Role
+from router.fleet.registry import Fleet
+from router.on_demand import ASKED_LOAD, START_S, OnDemandModels
+from tests.fakes import ScriptedWorker
+from tests.patience import WAIT_S
+
+MODEL = ScriptedWorker("a", Role.AGGREGATED).info.model.name
+
+
+def on_demand(fleet: Fleet, patience_s: float) -> OnDemandModels:
+    return OnDemandModels((MODEL,), fleet, patience_s=patience_s, max_waiting=1)
+
+
+async def test_a_request_waits_for_the_first_worker_and_the_model_stays_known() -> None:
+    worker = ScriptedWorker("a", Role.AGGREGATED)
+    async with worker.serving(), Fleet(router_id="r", lease_s=WAIT_S) as fleet:
+        models = on_demand(fleet, WAIT_S)
+        assert dict(models.loads()) == {MODEL: 0.0}
+        assert models.is_missing(MODEL)
+        waiting = asyncio.create_task(models.wait_for(MODEL, WAIT_S))
+        await asyncio.sleep(0)
+        assert dict(models.loads()) == {MODEL: ASKED_LOAD}
+        with pytest.raises(Overloaded, match="1 requests wait") as refused:
+            await models.wait_for(MODEL, WAIT_S)
+        assert refused.value.retry_after_s == START_S
+        fleet.register(worker.info)
+        await waiting
+        assert not models.is_missing(MODEL)
+        assert models.with_missing(fleet.models()).keys() == {MODEL}
+        fleet.deregister("a", worker.info.instance_id)
+        assert models.is_missing(MODEL)
+        assert models.with_missing({}) == {MODEL: worker.info.model}
+        ((_, text),) = models.texts()
+        assert text.startswith("no worker until it is asked for; a start takes ")
+
+
+async def test_nobody_waits_longer_than_its_patience_and_deadline() -> None:
+    async with Fleet(router_id="r", lease_s=WAIT_S) as fleet:
+        for patience_s, timeout_s in ((0.0, WAIT_S), (WAIT_S, 0.0)):
+            with pytest.raises(Unavailable, match="had no worker") as refused:
+                await on_demand(fleet, patience_s).wait_for(MODEL, timeout_s)
+            assert refused.value.retry_after_s == START_S
+        await on_demand(fleet, WAIT_S).wait_for("another", WAIT_S)
