@@ -11,7 +11,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence  # noqa: TC003 - msgspec reads the annotations
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+)
 
 import msgspec
 from msgspec import Meta, Struct
@@ -212,7 +224,7 @@ def read(kind: type[B], data: bytes) -> B:
     try:
         body: B = _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
-        raise _error_for(str(error)) from error
+        raise _error_for(str(error), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     except RecursionError as error:
@@ -226,17 +238,21 @@ def convert(value: Any, kind: Any, at: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _error_for(str(error), at) from error
+        raise _error_for(str(error), kind, at) from error
 
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*?)`")
 
 
-def _error_for(message: str, within: str = "") -> InvalidRequest:
-    """The error for msgspec's message, such as "Expected `int`, got `str` - at `$.n`"."""
+def _error_for(message: str, kind: Any, within: str = "") -> InvalidRequest:
+    """The error for msgspec's message of a `kind`: "Expected `int`, got `str` - at `$.n`"."""
     at = _AT.search(message)
     path, reason = (at.group(1), message[: at.start()]) if at else ("", message)
+    before, _, value = reason.partition("Invalid enum value ")
+    if value and not before:
+        names = re.sub(r"\[.*?\]", "", path).strip(".").split(".")
+        reason = f"must be one of {', '.join(map(str, _literals(kind, names)))}, not {value}"
     path = f"{within}.{path}".strip(".") if within else path
     named = _NAMED.match(reason)
     if named is not None:
@@ -248,6 +264,17 @@ def _error_for(message: str, within: str = "") -> InvalidRequest:
     reason = reason[:1].lower() + reason[1:]
     field = path.removesuffix("[...]")
     return InvalidRequest(f"'{field}': {reason}" if field else f"body: {reason}", field=field)
+
+
+def _literals(kind: Any, names: Sequence[str]) -> list[object]:
+    """Return the values that the field at the path `names` of `kind` may have."""
+    parts: Sequence[Any] = get_args(kind)
+    if get_origin(kind) is Literal:
+        return [] if names else list(parts)
+    if names and isinstance(kind, type) and issubclass(kind, Struct):
+        parts = [x.type for x in msgspec.structs.fields(kind) if x.encode_name == names[0]]
+        names = names[1:]
+    return [x for part in parts for x in _literals(part, names)]
 
 
 def refuse(field: str, reason: str) -> NoReturn:

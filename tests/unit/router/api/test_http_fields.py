@@ -224,6 +224,10 @@ async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) ->
         (chat(n=0), "'n': expected int >= 1"),
         (chat(messages=[]), "'messages': expected array of length >= 1"),
         (
+            chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="any"),
+            "'tool_choice': must be one of none, auto, required, not 'any'",
+        ),
+        (
             chat(max_tokens=63),
             "'messages' has 4 tokens and 'max_tokens' is 63; the model's context is 64 tokens",
         ),
