@@ -8,22 +8,11 @@ refused by name.
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence  # noqa: TC003 - msgspec reads the annotations
 from functools import cache
 from operator import attrgetter
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    TypeVar,
-    cast,
-    get_args,
-    get_origin,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -268,8 +257,8 @@ def _error_for(message: str, kind: Any, within: str = "") -> InvalidRequest:
 
 def _literals(kind: Any, names: Sequence[str]) -> list[object]:
     """Return the values that the field at the path `names` of `kind` may have."""
-    parts: Sequence[Any] = get_args(kind)
-    if get_origin(kind) is Literal:
+    parts: Sequence[Any] = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
         return [] if names else list(parts)
     if names and isinstance(kind, type) and issubclass(kind, Struct):
         parts = [x.type for x in msgspec.structs.fields(kind) if x.encode_name == names[0]]
