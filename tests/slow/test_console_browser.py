@@ -216,8 +216,8 @@ async def test_an_administrator_changes_the_role_of_a_worker(page: Page) -> None
         await dialog.get_by_role("button", name="Cancel").click()
         await expect(act).to_be_visible()  # nothing was done
         await act.click()
-        await expect(dialog).to_contain_text(f"becomes a {role} worker")
-        await dialog.get_by_role("button", name="Make", exact=True).click()
+        await expect(dialog).to_contain_text(f"Make decode-1 a {role} worker")
+        await dialog.get_by_role("button", name=f"Make it {role}").click()
         await expect(dialog.get_by_role("status")).to_contain_text("done in")
         await dialog.get_by_role("button", name="Close").click()
         await expect(lane).to_contain_text(f"{role}, ")

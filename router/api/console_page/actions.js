@@ -7,8 +7,8 @@ const OTHER = { prefill: "decode", decode: "prefill" };
 
 /** Return the buttons of a worker. */
 export function actionsFor(app, worker) {
-  const button = (text, path, body, question) =>
-    make("button", { type: "button", onclick: () => confirm(app, `${text} ${worker.id}`, question, path, body) }, text);
+  const button = (text, path, body, question, title = `${text} ${worker.id}`) =>
+    make("button", { type: "button", onclick: () => confirm(app, text, title, question, path, body) }, text);
   const body = { worker_id: worker.id };
   if (worker.state === "lost" || worker.state === "connecting") return [];
   if (worker.state === "draining") {
@@ -19,12 +19,13 @@ export function actionsFor(app, worker) {
   const role = OTHER[worker.role];
   if (role) {
     found.push(button(`Make it ${role}`, "role", { ...body, role },
-      `It drains, becomes a ${role} worker and is probed. If the probe fails, it keeps its role.`));
+      "It drains, takes the other role and is probed. If the probe fails, it keeps its role.",
+      `Make ${worker.id} a ${role} worker`));
   }
   return found;
 }
 
-function confirm(app, title, question, path, body) {
+function confirm(app, text, title, question, path, body) {
   const dialog = document.getElementById("ask");
   const told = make("p", { role: "status" });
   const close = make("button", { type: "button", onclick: () => dialog.close() }, "Cancel");
@@ -38,7 +39,7 @@ function confirm(app, title, question, path, body) {
       told.className = "error";
       setText(told, error.message);
     }
-  } }, title.split(" ")[0]);
+  } }, text);
   dialog.replaceChildren(make("h2", {}, title), make("p", {}, question), told,
     make("p", { class: "controls" }, go, close));
   dialog.showModal();

@@ -40,10 +40,10 @@ export function keep(parent, items, keyOf, create, update) {
   }
 }
 
-/** Return a table; cells are texts or nodes, and the first one of a row is its header. `textAt` is
- * the column with long text, if there is one. */
-export function table(caption, heads, rows, props = {}, textAt = -1) {
-  const kind = (i) => ({ class: i === textAt ? "text" : "" });
+/** Return a table; cells are texts or nodes, and the first one of a row is its header. The first
+ * `words` columns are no figures; `textAt` is the column with long text, if there is one. */
+export function table(caption, heads, rows, props = {}, { words = 1, textAt = -1 } = {}) {
+  const kind = (i) => ({ class: i === textAt ? "text" : i < words ? "word" : "" });
   const row = ([first, ...cells]) => make("tr", {},
     make("th", { scope: "row" }, first), ...cells.map((x, i) => make("td", kind(i + 1), x)));
   return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },

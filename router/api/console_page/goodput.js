@@ -37,7 +37,7 @@ export function goodputView(app) {
       columns(rows, slo, state.now), table("By tenant and class",
         ["tenant", "class", "requests", "good", "TTFT met", "TPOT met", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99",
           "refused", "failed", ...costs.flatMap((name) => COSTS[name])],
-        groups(rows).map(([, of]) => [...summary(of, slo), ...costs.flatMap((name) => costOf(of, name))])),
+        groups(rows).map(([, of]) => [...summary(of, slo), ...costs.flatMap((name) => costOf(of, name))]), {}, { words: 2 }),
       make("h3", {}, "Refused and failed"), reasons(rows));
   }
 
@@ -111,5 +111,5 @@ function reasons(rows) {
   if (!counts.size) return make("p", { class: "none" }, "None.");
   const sorted = [...counts].sort((a, b) => b[1] - a[1]);
   return table("By tenant, class and reason", ["tenant", "class", "error", "reason", "result", "requests"],
-    sorted.map(([name, n]) => [...JSON.parse(name), number(n)]));
+    sorted.map(([name, n]) => [...JSON.parse(name), number(n)]), {}, { words: 5 });
 }

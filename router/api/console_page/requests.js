@@ -29,6 +29,10 @@ export function requestsView(app) {
   const caption = make("caption");
   const head = (text, kind = "") => make("th", { scope: "col", class: kind }, text);
   const axis = head("");
+  const list = make("table", { class: "waterfall" }, caption,
+    make("thead", {}, make("tr", {}, head("Arrived"), head("Request", "word"), head("Model", "wide word"),
+      head("Tenant", "wide word"), head("Workers", "wide word"), head("Tokens", "wide"), head("TTFT"), head("Total"), axis)),
+    body);
   const root = make("section", {},
     make("h2", {}, "Requests"),
     make("p", { class: "lead" },
@@ -37,11 +41,7 @@ export function requestsView(app) {
     make("div", { class: "controls" }, labelled("Model", model), labelled("Tenant", tenant),
       labelled("Outcome", fate), labelled("Order", order), pause),
     legend(),
-    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Requests" },
-      make("table", { class: "waterfall" }, caption,
-        make("thead", {}, make("tr", {}, head("Arrived"), head("Request", "text"), head("Model", "wide"),
-          head("Tenant", "wide"), head("Workers", "wide"), head("Tokens", "wide"), head("TTFT"), head("Total"), axis)),
-        body)));
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Requests" }, list));
   for (const control of [model, tenant, fate, order]) control.addEventListener("change", () => update());
 
   function matching() {
@@ -59,7 +59,9 @@ export function requestsView(app) {
     const now = state.clock();
     if (now - listedAt > LIST_EVERY_S) {
       listedAt = now;
-      setChoices(model, state.values("model"), "all models");
+      const models = state.values("model");
+      setChoices(model, models, "all models");
+      list.classList.toggle("one-model", models.length < 2);
       setChoices(tenant, state.values("tenant"), "all tenants");
     }
     const rows = matching();
@@ -73,15 +75,16 @@ export function requestsView(app) {
   }
 
   function createRow(row) {
-    const open = make("button", { class: "plain", type: "button", title: row.id, onclick: () => showRequest(app, row.n) }, row.id);
+    const name = row.id.replace(/^(chatcmpl|cmpl)-/, "");
+    const open = make("button", { class: "plain", type: "button", title: row.id, onclick: () => showRequest(app, row.n) }, name);
     const cell = (kind = "") => make("td", { class: kind });
     return make("tr", {}, make("td", {}, state.date(row.arrived).toLocaleTimeString("en-GB")),
-      make("td", { class: "id" }, open), make("td", { class: "wide" }, row.model), make("td", { class: "wide" }, row.tenant || "–"),
-      cell("wide"), cell("wide"), cell(), cell(), make("td", {}, bar()));
+      make("td", { class: "id" }, open), make("td", { class: "wide word" }, row.model), make("td", { class: "wide word" }, row.tenant || "–"),
+      cell("wide word"), cell("wide"), cell(), cell(), make("td", {}, bar(), make("div", { class: "marks" })));
   }
 
   function updateRow(node, row, now, span) {
-    const [, id, , , workers, tokens, ttft, total, line] = node.children;
+    const [, , , , workers, tokens, ttft, total, line] = node.children;
     const first = row.first_token_at ? row.first_token_at - row.arrived : row.ttft_s;
     const made = row.usage ? ` → ${number(row.usage.completion_tokens)}` : "";
     setText(workers, pathOf(row).join(" → ") || "–");
@@ -90,9 +93,9 @@ export function requestsView(app) {
     setText(total, seconds((row.ended || now) - row.arrived));
     drawBar(line.firstChild, row, now, span);
     const marks = marksOf(row);
-    if (id.dataset.marks === marks.join()) return;
-    id.dataset.marks = marks.join();
-    id.replaceChildren(id.firstChild, ...marks.map((x) => make("span", { class: `mark ${fateOf(row)}` }, x)));
+    if (line.dataset.marks === marks.join()) return;
+    line.dataset.marks = marks.join();
+    line.lastChild.replaceChildren(...marks.map((x) => make("span", { class: `mark ${fateOf(row)}` }, x)));
   }
 
   return { root, update };
@@ -160,7 +163,7 @@ function wordsOf(found) {
     ...x.details.map((text) => make("p", {}, text)),
     table("Workers as the router saw them", ["worker", "prompt tokens", "KV blocks", "run+wait", "total", "scores, or why not"],
       x.candidates.map((c) => [c.chosen ? make("b", {}, c.worker) : c.worker, number(c.prompt_tokens), c.blocks,
-        c.requests || "–", c.total === null ? "–" : c.total.toFixed(3), c.scores]), {}, 5),
+        c.requests || "–", c.total === null ? "–" : c.total.toFixed(3), c.scores]), {}, { textAt: 5 }),
     ...x.predictions.map((text) => make("p", { class: "none" }, text)),
   ]);
 }
