@@ -19,7 +19,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.decisions import explained
-from router.operations import checked_timeout, drain, undrain
+from router.operations import drain, undrain
 from router.placement.revisions import shares_of
 from router.placement.values import MemberState
 
@@ -217,8 +217,7 @@ class AdminService(AdminServicer):
     async def ChangeRole(  # noqa: N802
         self, request: a.ChangeRoleRequest, context: Context
     ) -> a.ChangeRoleResponse:
-        drain_s = checked_timeout(request.drain_timeout_s, field="drain_timeout_s")
-        role = wire.role_from_pb(request.role)
+        role, drain_s = wire.role_from_pb(request.role), request.drain_timeout_s
         return await self._roles.change(request.worker_id, role, drain_timeout_s=drain_s)
 
     # Responses are written, not yielded: a generator that waits at a yield when its RPC is
@@ -230,7 +229,7 @@ class AdminService(AdminServicer):
         steps = drain(
             self._fleet,
             request.worker_id,
-            timeout_s=checked_timeout(request.timeout_s, field="timeout_s"),
+            timeout_s=request.timeout_s,
             force=request.force,
             stop=request.stop,
         )

@@ -49,11 +49,10 @@ PERIOD_S = 0.25
 MAX_DRAIN_S = 86400.0
 
 
-def checked_timeout(seconds: float, *, field: str) -> float:
+def _check_timeout(seconds: float, *, field: str) -> None:
     """Raises InvalidRequest for seconds that no drain may take."""
     if not 0 <= seconds <= MAX_DRAIN_S:
         raise InvalidRequest(f"{field} must be between 0 and {MAX_DRAIN_S:g}", field=field)
-    return seconds
 
 
 @asynccontextmanager
@@ -80,9 +79,10 @@ async def drain(
 ) -> AsyncGenerator[a.DrainProgress, None]:
     """Drain a worker and yield its progress. A caller that stops iterating leaves it draining.
 
-    Raises InvalidRequest for an unknown worker, Unavailable if its model could not be served
+    Raises InvalidRequest, naming the field, Unavailable if its model could not be served
     without it, unless `force`, and the error of the worker.
     """
+    _check_timeout(timeout_s, field="timeout_s")
     member = _registered(fleet.members.values(), worker_id)
     model = member.info.model.name
     if not force and member.state is MemberState.READY:
@@ -155,6 +155,7 @@ class RoleChanger:
     ) -> a.ChangeRoleResponse:
         """Raises InvalidRequest and Unavailable if nothing was begun. If something fails later, the
         `failure` of the result says so, and the worker keeps its role."""
+        _check_timeout(drain_timeout_s, field="drain_timeout_s")
         if self._worker_id:
             raise Unavailable(f"worker {self._worker_id} is changing its role", retry_after_s=1.0)
         fleet, loop = self._fleet, asyncio.get_running_loop()

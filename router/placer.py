@@ -218,8 +218,7 @@ class Placer:
     def reserve(self, demand: Demand) -> Reservation | None:
         """Place a new request. Return None if it must wait for room. Raises Unavailable if waiting
         for room would not help."""
-        candidates = self._fleet.candidates(demand.model)
-        demand, candidates = self._cohort(demand, candidates)
+        demand, candidates = self._cohort(demand)
         busy = self._busy(candidates, demand)
         try:
             if not busy:
@@ -242,8 +241,7 @@ class Placer:
         can."""
         if not demand.adapter:
             return True
-        candidates = self._fleet.candidates(demand.model)
-        demand, candidates = self._cohort(demand, candidates)
+        demand, candidates = self._cohort(demand)
         found = able(candidates, demand)
         roles = {c.role for c in found if c.can_run(demand.adapter)}
         return all(c.role in roles for c in found)
@@ -254,8 +252,7 @@ class Placer:
         An aggregated attempt waits for no room: its client is reading the answer.
         """
         demand = structs.replace(demand, avoid=constraints.avoid)
-        candidates = self._fleet.candidates(demand.model)
-        demand, candidates = self._cohort(demand, candidates, failed=constraints.failed)
+        demand, candidates = self._cohort(demand, failed=constraints.failed)
         policy = self._policy
         if constraints.step is RetryStep.AGGREGATED:
             policy = place_aggregated
@@ -266,8 +263,8 @@ class Placer:
     def reserve_on(self, member: Member, demand: Demand) -> Reservation:
         """Reserve an aggregated attempt on a worker that has the KV of the prompt cached. Raises
         Unavailable if it is not ready."""
-        demand, candidates = self._cohort(demand, [member.seen()], beside=member)
-        return self._reserve(place_aggregated, demand, candidates, cause="parallel sampling")
+        demand, _ = self._cohort(demand, beside=member)
+        return self._reserve(place_aggregated, demand, [member.seen()], cause="parallel sampling")
 
     def reserve_live(self, demand: Demand, producer_id: str, *, cause: str) -> Reservation:
         """Reserve a decode worker that continues with the KV of `producer_id`. Raises Unavailable
@@ -277,8 +274,7 @@ class Placer:
         if kv is None or kv.handoff is not HandoffStyle.CONCURRENT:
             raise Unavailable(f"worker {producer_id} cannot export the KV of a running request")
         policy = partial(place_live, producer.seen())
-        candidates = self._fleet.candidates(demand.model)
-        demand, candidates = self._cohort(demand, candidates, beside=producer)
+        demand, candidates = self._cohort(demand, beside=producer)
         return self._reserve(
             policy, demand, candidates, cause=f"live_kv: {cause}", producer=producer
         )
@@ -286,7 +282,6 @@ class Placer:
     def _cohort(
         self,
         demand: Demand,
-        candidates: list[Candidate],
         *,
         failed: frozenset[str] = frozenset(),
         beside: Member | None = None,
@@ -294,6 +289,7 @@ class Placer:
         """Return `demand` for the revision that serves it now, and the workers of that; without
         weights all. With `beside` it is that of the worker whose KV is used: two revisions may have
         other weights under one name, which their KV does not show."""
+        candidates = self._fleet.candidates(demand.model)
         shares = self._fleet.shares.get(demand.model)
         if shares is not None and beside is not None:
             return of_revision(demand, candidates, beside.info.revision)

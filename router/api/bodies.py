@@ -32,6 +32,11 @@ TokenIds = Annotated[list[TokenId], Meta(description="Token ids of the model's t
 NO_EFFECT = "Accepted without effect."
 Ignored = Annotated[Any, Meta(description=NO_EFFECT)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1, le=1 << 30)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 30)] | None
+FollowsSchema = Annotated[
+    bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
+]
 ModelName = Annotated[
     Text | None, Meta(description="Name of a served model. Required if there are several.")
 ]
@@ -155,6 +160,10 @@ class GenerateBody(Body, kw_only=True):
     def constraint_field(self) -> str:
         """Field that a constraint on the answer came from."""
         return ""
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Return the fields of these names that are set."""
+        return {x: value for x in names if (value := getattr(self, x)) is not None}
 
     def named_id(self) -> str | None:
         """Return the request id that the body gives."""

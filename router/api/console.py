@@ -34,7 +34,7 @@ from router.api.bodies import Body, encode, read
 from router.api.routes import json_response, read_body
 from router.api.sinks import EVENT_STREAM
 from router.console import Viewer
-from router.operations import checked_timeout, drain, undrain
+from router.operations import drain, undrain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -171,10 +171,8 @@ class Console:
         sources = self._sources
         if name == "drain":
             body = read(DrainBody, data)
-            timeout_s = checked_timeout(body.timeout_s, field="timeout_s")
-            steps = drain(
-                sources.fleet, body.worker_id, timeout_s=timeout_s, force=False, stop=False
-            )
+            worker_id, timeout_s = body.worker_id, body.timeout_s
+            steps = drain(sources.fleet, worker_id, timeout_s=timeout_s, force=False, stop=False)
             async with aclosing(steps):
                 async for step in steps:
                     yield _plain(step)
@@ -183,9 +181,8 @@ class Console:
             yield {"done": True}
         else:
             asked = read(RoleBody, data)
-            drain_s = checked_timeout(asked.drain_timeout_s, field="drain_timeout_s")
             changed = await sources.changer.change(
-                asked.worker_id, asked.role, drain_timeout_s=drain_s
+                asked.worker_id, asked.role, drain_timeout_s=asked.drain_timeout_s
             )
             yield {**_plain(changed), "done": True}
 

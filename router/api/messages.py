@@ -19,12 +19,15 @@ from pdserve.types import (
 )
 from router.answer import pieces
 from router.api.bodies import (
+    Count,
+    FollowsSchema,
     GenerateBody,
     Ignored,
     Known,
     Share,
     Strict,
     Text,
+    TopK,
     convert,
     encode,
     knows,
@@ -121,9 +124,7 @@ class CustomTool(Strict):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
-    strict: Annotated[
-        bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
-    ] = None
+    strict: FollowsSchema = None
     type: Literal["custom"] | None = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
@@ -222,11 +223,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of POST /v1/messages."""
 
     id_prefix: ClassVar[str] = "msg_"
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 30)]
+    max_tokens: Count
     stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: Share | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    top_k: TopK = None
     metadata: Ignored = None
     diagnostics: Ignored = None
 
@@ -235,8 +236,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         return "tools" if self.tools else "output_config.format"
 
     def parse(self, request_id: str) -> list[ParsedRequest]:
-        names = ("temperature", "top_p", "top_k")
-        given = {x: getattr(self, x) for x in names if getattr(self, x) is not None}
+        given = self.given("temperature", "top_p", "top_k")
         if self.output_config is not None and self.output_config.format is not None:
             schema = encode(self.output_config.format.schema).decode()
             given["structured_output"] = StructuredOutput(Constraint.JSON_SCHEMA, schema)

@@ -32,14 +32,17 @@ from router.api.bodies import (
     KNOWN,
     KNOWN_OF_CHAT,
     KNOWN_OF_COMPLETIONS,
-    NO_EFFECT,
     Body,
+    Count,
+    FollowsSchema,
     GenerateBody,
+    Ignored,
     Share,
     Strict,
     Text,
     TokenId,
     TokenIds,
+    TopK,
     encode,
     knows,
     not_supported,
@@ -62,7 +65,6 @@ DEFAULT_MAX_TOKENS = 16
 # JSON has no infinity. OpenAI writes this for a token that is all but impossible.
 MIN_LOGPROB = -9999.0
 
-_Count = Annotated[int, Meta(ge=1, le=1 << 30)]
 _Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -113,29 +115,12 @@ class StructuredOutputs(Strict):
     grammar: Annotated[Text, Meta(description="A grammar in EBNF.")] | None = None
 
 
-class _OpenAiBody(GenerateBody, kw_only=True):
-    """Fields of both endpoints."""
+class OpenAiBody(GenerateBody, kw_only=True):
+    """Fields of all of OpenAI's endpoints that generate."""
 
-    stream_options: StreamOptions | None = None
-    max_tokens: _Count | None = None
-    n: Annotated[int, Meta(ge=1, le=128, description="Number of answers.")] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
-    min_p: Share | None = None
-    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
-    stop: Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
-    logit_bias: dict[TokenId, _Bias] | None = None
-    skip_special_tokens: bool | None = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    top_k: TopK = None
     priority: (
         Annotated[
             int,
@@ -150,6 +135,48 @@ class _OpenAiBody(GenerateBody, kw_only=True):
             "are the same."
         ),
     ] = None
+    cache_salt: Annotated[
+        Text | None, Meta(description="Only requests with the same salt share cached prefixes.")
+    ] = None
+    user: Ignored = None
+
+    def _request(
+        self, prompt: Prompt, request_id: str, max_tokens: int | None, given: dict[str, Any]
+    ) -> ParsedRequest:
+        """Return the request. `given` are the sampling parameters that the client set."""
+        flex = self.service_tier == "flex"
+        return ParsedRequest(
+            model=self.model or "",
+            prompt=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens or OPEN_ENDED, **given),
+            request_id=request_id,
+            priority=self.priority or 0,
+            service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
+            given=given.keys(),
+            cache_salt=self.cache_salt or "",
+        )
+
+
+class _TextBody(OpenAiBody, kw_only=True):
+    """Fields of chat and completions."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=128, description="Number of answers.")] | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    stop: Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
+    logit_bias: dict[TokenId, _Bias] | None = None
+    skip_special_tokens: bool | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     resume_token_ids: Annotated[
         TokenIds | None, Meta(description="Tokens of this answer that the client already has.")
@@ -157,14 +184,10 @@ class _OpenAiBody(GenerateBody, kw_only=True):
     request_id: Annotated[
         str | None, Meta(description="As the header X-Request-Id, which comes first.")
     ] = None
-    cache_salt: Annotated[
-        Text | None, Meta(description="Only requests with the same salt share cached prefixes.")
-    ] = None
     add_special_tokens: Annotated[
         bool | None,
         Meta(description="Whether the tokenizer adds its own, such as BOS. By default to text."),
     ] = None
-    user: Annotated[Any, Meta(description=NO_EFFECT)] = None
 
     @property
     def include_usage(self) -> bool:
@@ -203,25 +226,13 @@ class _OpenAiBody(GenerateBody, kw_only=True):
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.stop_token_ids is not None:
             given["stop_token_ids"] = tuple(self.stop_token_ids)
-        sampling = SamplingParams(
-            max_tokens=OPEN_ENDED if max_tokens is None else max_tokens,
-            logprobs=logprobs,
-            structured_output=_constraint(self.response_format, self.structured_outputs),
-            **given,
-        )
-        flex = self.service_tier == "flex"
-        return ParsedRequest(
-            model=self.model or "",
-            prompt=prompt,
-            sampling=sampling,
-            request_id=request_id,
-            priority=self.priority or 0,
-            service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
-            resume=tuple(self.resume_token_ids or ()),
-            given=given.keys(),
-            add_special_tokens=self.add_special_tokens,
-            cache_salt=self.cache_salt or "",
-        )
+        if logprobs is not None:
+            given["logprobs"] = logprobs
+        given["structured_output"] = _constraint(self.response_format, self.structured_outputs)
+        parsed = self._request(prompt, request_id, max_tokens, given)
+        parsed.resume = tuple(self.resume_token_ids or ())
+        parsed.add_special_tokens = self.add_special_tokens
+        return parsed
 
 
 # Fields that are sampling parameters under the same name.
@@ -234,7 +245,7 @@ _sampling_of = attrgetter(*_SAMPLING)
 
 
 @knows(KNOWN | KNOWN_OF_COMPLETIONS)
-class CompletionRequest(_OpenAiBody, kw_only=True):
+class CompletionRequest(_TextBody, kw_only=True):
     """Body of POST /v1/completions."""
 
     id_prefix: ClassVar[str] = "cmpl-"
@@ -311,8 +322,8 @@ class UnloadAdapterRequest(Body):
 
 class TextPart(Strict, tag_field="type", tag="text"):
     text: str
-    cache_control: Annotated[Any, Meta(description=NO_EFFECT)] = None
-    annotations: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    cache_control: Ignored = None
+    annotations: Ignored = None
 
 
 class CalledFunction(Strict):
@@ -333,7 +344,7 @@ class ToolCall(Strict):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
-    index: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    index: Ignored = None
 
     def parse(self, field: str) -> dict[str, Any]:
         """Return the call with its arguments as an object, as chat templates want it."""
@@ -357,10 +368,10 @@ class Message(Strict, kw_only=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: _Empty | None = None
-    annotations: Annotated[Any, Meta(description=NO_EFFECT)] = None
-    cache_control: Annotated[Any, Meta(description=NO_EFFECT)] = None
-    parsed: Annotated[Any, Meta(description=NO_EFFECT)] = None
-    provider_specific_fields: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    parsed: Ignored = None
+    provider_specific_fields: Ignored = None
     reasoning: Annotated[
         str | None, Meta(description="Given to the chat template, with the name of the model's.")
     ] = None
@@ -392,9 +403,7 @@ class Function(Strict):
     parameters: Annotated[
         dict[str, Any] | None, Meta(description="JSON schema of the arguments.")
     ] = None
-    strict: Annotated[
-        bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
-    ] = None
+    strict: FollowsSchema = None
 
 
 class Tool(Strict):
@@ -531,7 +540,7 @@ def conversation(body: _Chat) -> Conversation:
 
 
 @knows(KNOWN | KNOWN_OF_CHAT)
-class ChatRequest(_OpenAiBody, kw_only=True):
+class ChatRequest(_TextBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
@@ -546,12 +555,12 @@ class ChatRequest(_OpenAiBody, kw_only=True):
     include_reasoning: Annotated[
         bool | None, Meta(description="False: reasoning is left out of the answer.")
     ] = None
-    max_completion_tokens: _Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: _Logprobs | None = None
-    metadata: Annotated[Any, Meta(description=NO_EFFECT)] = None
-    safety_identifier: Annotated[Any, Meta(description=NO_EFFECT)] = None
-    prompt_cache_key: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
     store: Annotated[bool | None, Meta(description="Without effect: answers are not stored.")] = (
         None
     )

@@ -15,20 +15,17 @@ from pdserve.errors import InternalError, InvalidRequest, NotFound
 from pdserve.tokenizer import ChatMessage, Conversation
 from pdserve.types import (
     MAX_LOGPROBS,
-    MAX_SEED,
     Constraint,
     FinishReason,
     Receipt,
-    SamplingParams,
-    ServiceClass,
     StructuredOutput,
 )
 from router.answer import pieces
 from router.api.bodies import (
-    GenerateBody,
+    Count,
+    FollowsSchema,
     Ignored,
     Known,
-    Share,
     Strict,
     Text,
     convert,
@@ -42,6 +39,7 @@ from router.api.openai import (
     Effort,
     Extension,
     JsonObjectFormat,
+    OpenAiBody,
     TextFormat,
     ToolCall,
     chat_logprobs,
@@ -50,7 +48,6 @@ from router.api.openai import (
     named_tool,
     read_tools,
 )
-from router.api.preprocess import OPEN_ENDED, ParsedRequest
 from router.api.routes import TENANT, json_response
 from router.batch.store import StoredResponse
 
@@ -60,6 +57,7 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.types import GenerateRequest, ToolCallDelta, Usage
     from router.answer import AnswerDelta
+    from router.api.preprocess import ParsedRequest
     from router.api.sinks import Writer
     from router.batch.store import BatchStore
 
@@ -126,9 +124,7 @@ class FunctionTool(Strict, tag_field="type", tag="function"):
     name: str
     parameters: dict[str, Any] | None = None
     description: str | None = None
-    strict: Annotated[
-        bool | None, Meta(description="Calls follow the schema. Forced calls always do.")
-    ] = None
+    strict: FollowsSchema = None
 
 
 class NamedFunctionTool(Strict):
@@ -170,7 +166,7 @@ class Reasoning(Strict):
         "truncation": Known(("disabled",)),
     }
 )
-class ResponsesRequest(GenerateBody, kw_only=True):
+class ResponsesRequest(OpenAiBody, kw_only=True):
     """Body of POST /v1/responses."""
 
     id_prefix: ClassVar[str] = "resp_"
@@ -182,10 +178,7 @@ class ResponsesRequest(GenerateBody, kw_only=True):
         ),
     ]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    max_output_tokens: Count | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -207,14 +200,7 @@ class ResponsesRequest(GenerateBody, kw_only=True):
     previous_response_id: Annotated[
         Text | None, Meta(description="Continue a stored response; its instructions do not count.")
     ] = None
-    service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority"] | None,
-        Meta(description="As of /v1/chat/completions."),
-    ] = None
-    priority: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    cache_salt: Text | None = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Repeated in the response.")] = None
-    user: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     client_metadata: Ignored = None
@@ -239,10 +225,7 @@ class ResponsesRequest(GenerateBody, kw_only=True):
             function_tool(x.name, x.description, x.parameters, x.strict) for x in self.functions()
         ]
         tools, options = read_tools(functions, choice, self.parallel_tool_calls)
-        given: dict[str, Any] = {}
-        for name in ("temperature", "top_p", "top_k"):
-            if (value := getattr(self, name)) is not None:
-                given[name] = value
+        given = self.given("temperature", "top_p", "top_k")
         if _LOGPROBS in (self.include or ()):
             given["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:
@@ -253,20 +236,9 @@ class ResponsesRequest(GenerateBody, kw_only=True):
             given["structured_output"] = StructuredOutput(Constraint.JSON_SCHEMA, schema)
         elif isinstance(form, JsonObjectFormat):
             given["structured_output"] = StructuredOutput(Constraint.JSON_OBJECT)
-        flex = self.service_tier == "flex"
-        parsed = ParsedRequest(
-            model=self.model or "",
-            prompt=self._rendered(tools),
-            sampling=SamplingParams(max_tokens=self.max_output_tokens or OPEN_ENDED, **given),
-            request_id=request_id,
-            prompt_field="input",
-            max_tokens_field="max_output_tokens",
-            priority=self.priority or 0,
-            service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
-            given=given.keys(),
-            cache_salt=self.cache_salt or "",
-            parsing_options=options,
-        )
+        parsed = self._request(self._rendered(tools), request_id, self.max_output_tokens, given)
+        parsed.prompt_field, parsed.max_tokens_field = "input", "max_output_tokens"
+        parsed.parsing_options = options
         return [parsed]
 
     def items(self) -> list[dict[str, Any]]:
