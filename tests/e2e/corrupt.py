@@ -1,8 +1,7 @@
 """Loaded into a prefill engine's process: damages or delays the KV that it announces, as a file
-orders. What it damages once, it takes out of the file.
+orders.
 
-"flip" sends other bytes than the digests were made of: those of vLLM's unused block 0. "swap" and
-"repeat" take wrong blocks for the request's, digests and all.
+"swap" and "repeat" take wrong blocks for the request's, digests and all.
 """
 
 from __future__ import annotations
@@ -30,19 +29,15 @@ def _order() -> str:
     return _ORDERS.read_text(encoding="ascii").strip()
 
 
-def _damaged(
+def _held(
     self: MappedProducer | TcpProducer,
     chunk: ChunkReady,
     block_ids: list[int],
     part: PagePart,
 ) -> None:
-    while (order := _order()) == "stall":
+    while _order() == "stall":
         _STALLED.touch()
         time.sleep(0.01)
-    if order.startswith("flip"):
-        if order == "flip once":
-            _ORDERS.write_text("", encoding="ascii")
-        block_ids = [0, *block_ids[1:]]
     _sends[type(self)](self, chunk, block_ids, part)  # type: ignore[arg-type]
 
 
@@ -62,5 +57,5 @@ def _moved(self: Any, transfer_id: str, tables: list[list[int]], *rest: Any) -> 
 
 Producer.progress = _moved  # type: ignore[method-assign]
 for _producer in _sends:
-    _producer.send = _damaged  # type: ignore[method-assign]
+    _producer.send = _held  # type: ignore[method-assign]
     _producer.is_quick = False  # a copy that is held must not hold the engine's step

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput
-from tests.e2e.fixtures import LEASE_S
 from tests.e2e.pair import KINDS, joined, params, prompt
-from workers.engine import PrefillPhase
 
 if TYPE_CHECKING:
     from tests.e2e.engines import Answer, EngineProcess
@@ -101,32 +98,3 @@ async def test_resumed_tokens_may_not_fill_the_answer(pair_shm: Pair) -> None:
     answer = await pair_shm.decode.run(prompt(9, 1), params(3), resume=(5, 6, 7))
     assert answer.error is not None
     assert (answer.error.code, answer.error.field) == ("invalid_value", "resume_token_ids")
-
-
-@pytest.mark.parametrize("end", ["stop token", "stop string"])
-async def test_a_prefill_that_ends_the_answer_leaves_nothing_behind(
-    pair_shm: Pair, end: str
-) -> None:
-    source = pair_shm.prefill
-    for seed in itertools.count(400):
-        ids = prompt(80, seed)
-        first = await source.run(ids, params(1))
-        if first.text:
-            break
-    stop = first.token_ids[0] if end == "stop token" else first.text
-    sampling = params(stop_token_ids=(stop,)) if end == "stop token" else params(stop=(stop,))
-    answer = await source.run(ids, sampling, PrefillPhase(end))
-    assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, stop)
-    await source.until_empty(timeout_s=LEASE_S / 2)
-
-
-async def test_blocks_are_leased_until_the_decode_engine_has_them(pair_shm: Pair) -> None:
-    source, target = pair_shm.prefill, pair_shm.decode
-    ids, sampling = prompt(80, 450), params(4)
-    first = await source.run(ids, sampling, PrefillPhase("late"))
-    assert first.finish_reason is FinishReason.LENGTH
-    _, ledger = await source.status()
-    assert (ledger.leased_blocks, ledger.pinned_blocks, ledger.transfers) == (3, 3, 1)
-    rest = await target.run(ids, sampling, source.decode_phase("late"))
-    assert joined(first, rest).token_ids == (await target.run(ids, sampling)).token_ids
-    await pair_shm.until_empty()

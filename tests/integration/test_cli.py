@@ -134,18 +134,3 @@ def test_top_says_that_no_router_is_there() -> None:
     assert ended.returncode == 1
     assert "no router" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_the_shipped_trace_is_replayed(service: dict[str, Any]) -> None:
-    cut = [
-        "--limit",
-        "5",
-        "--max-output-tokens",
-        "4",
-        "--speedup",
-        "100",
-        "--scale-lengths",
-        "1/64",
-    ]
-    ended = run_cli("bench", "replay", "--url", service["http"], *cut)
-    assert ended.returncode == 0, ended.stdout + ended.stderr

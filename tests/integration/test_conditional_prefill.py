@@ -1,101 +1,53 @@
-"""`slo_aware` over real routers and workers, whose engines take as long as they are told: prefill
-goes to the decode worker where the first token is sooner there, and stays away where it would hold
-up those who decode."""
+"""`slo_aware` over the real router and fake engines in virtual time: predictions are made of
+the steps that workers report, and prefill goes to the decode worker if the first token is sooner
+there."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.config import SloConfig
-from pdserve.types import SamplingParams
-from tests.cluster import WAIT_S, Answer, Cluster
-from workers.fake.settings import FakeFaults
+from benchmarks.progress import Progress
+from benchmarks.simulate import Costs, Setup, simulate
+from benchmarks.traces import Shape, Trace, TraceMeta, TraceRequest
+from pdserve.config import load_config
 
 if TYPE_CHECKING:
-    from pdserve.types import Receipt
+    from benchmarks.metrics import RequestRecord
 
-PLAIN = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-LONG = replace(PLAIN, max_tokens=600)
-ONE = replace(PLAIN, max_tokens=1)
-TIMING: dict[str, object] = {"step_s": 0.002, "prefill_s": 0.0002}
-SLO = SloConfig(ttft_s=1.0, tpot_s=0.004, reject_factor=0.0)
-
-
-def prompt(tokens: int) -> list[int]:
-    return [20 + i % 200 for i in range(tokens)]
+COSTS = Costs(step_s=0.01, prefill_s=0.0001, decode_s=0.0, transfer_s=0.005)
+# The router learns what steps cost; then a prompt holds up the prefill worker for 0.3 s.
+LEARN = [TraceRequest(float(i), 400, 8) for i in range(30)]
+AHEAD, SHORT = TraceRequest(50.0, 3000, 1), TraceRequest(50.05, 300, 9)
 
 
-async def ask(cluster: Cluster, tokens: int, sampling: SamplingParams = PLAIN) -> Receipt:
-    answer = await cluster.ask(prompt(tokens), sampling)
-    assert answer.token_ids == cluster.expected(prompt(tokens), sampling).token_ids
-    assert answer.receipt is not None
-    return answer.receipt
+def served(*rows: TraceRequest) -> list[RequestRecord]:
+    """Serve requests, given in order, with one prefill and one decode worker."""
+    config = load_config(None, {"router.policy": "slo_aware", "router.slo.reject_factor": 0})
+    setup = Setup(
+        prefill=1,
+        decode=1,
+        costs=COSTS,
+        requests=len(rows),
+        rate_per_s=(len(rows) - 1) / rows[-1].arrival_s,
+        slo_s={},
+    )
+    trace = Trace(TraceMeta(name="made", format="drawn"), rows)
+    return list(simulate(setup, config.router, trace, Shape(), Progress()).records)
 
 
-async def learn(cluster: Cluster) -> Receipt:
-    """Asks until the router predicts; the first answer's receipt."""
-    first = await ask(cluster, 50)
-    async with asyncio.timeout(WAIT_S):
-        while not (await ask(cluster, 400)).predicted_ttft_s:
-            pass
-    return first
+def where(record: RequestRecord) -> tuple[str, float]:
+    """Return the worker that computed the prompt, and the predicted TTFT."""
+    assert record.receipt is not None
+    return record.receipt["prefill_worker"], record.receipt["predicted_ttft_s"]
 
 
-async def decoding(cluster: Cluster, count: int) -> list[asyncio.Task[Answer]]:
-    """So many answers that decode-0 decodes, and will go on with when its faults are lifted."""
-    begun = [asyncio.Event() for _ in range(count)]
-
-    def note(event: asyncio.Event, answer: Answer) -> None:
-        if len(answer.token_ids) > 2:
-            event.set()
-
-    tasks = [
-        asyncio.create_task(
-            cluster.ask(prompt(30), LONG, on_token=lambda answer, e=event: note(e, answer))
-        )
-        for event in begun
-    ]
-    async with asyncio.timeout(WAIT_S):
-        await asyncio.gather(*(event.wait() for event in begun))
-    cluster.faults("decode-0", FakeFaults(stalled=True))
-    return tasks
-
-
-async def test_prefill_goes_where_everybody_waits_least() -> None:
-    async with Cluster(
-        prefill=1, decode=1, engine_args=TIMING, router={"policy": "slo_aware", "slo": SLO}
-    ) as cluster:
-        first = await learn(cluster)
-        # What is not known yet is not guessed at.
-        assert (first.predicted_ttft_s, first.first_token_source) == (0.0, "prefill")
-
-        held = await decoding(cluster, 4)
-        worker = cluster.workers["decode-0"].service
-        before = worker.open_streams
-        harmful = asyncio.create_task(ask(cluster, 1500))
-        await cluster.until(lambda: worker.open_streams > before)
-        cluster.faults("decode-0", FakeFaults())
-        receipt = await harmful
-        assert receipt.first_token_source == "prefill"
-        assert receipt.predicted_ttft_s == pytest.approx(0.302, rel=0.2)
-        await asyncio.gather(*held)
-
-        # A prompt of one token is the prefill worker's alone, and now holds it up.
-        cluster.faults("prefill-0", FakeFaults(stalled=True))
-        ahead = asyncio.create_task(ask(cluster, 2000, ONE))
-        await cluster.until(lambda: cluster.busy("prefill-0"))
-        receipt = await ask(cluster, 300)
-        assert receipt.first_token_source == "decode"
-        assert receipt.transport == ""
-        assert receipt.predicted_ttft_s == pytest.approx(0.062, rel=0.2)
-        cluster.faults("prefill-0", FakeFaults())
-        assert (await ahead).first_token_source == "prefill"
-
-        steps = cluster.router.requests._services.costs.step_model("prefill-0")
-        assert steps is not None
-        token_s = steps.coefficients[1] / 1e3
-        assert token_s == pytest.approx(TIMING["prefill_s"], rel=0.1)
+def test_prefill_goes_where_everybody_waits_least() -> None:
+    first, *learnt, ahead, short = served(*LEARN, AHEAD, SHORT)
+    assert where(first) == ("prefill-0", 0.0), "what is not known yet is not guessed at"
+    assert where(learnt[-1]) == ("prefill-0", pytest.approx(0.05, rel=0.01))
+    assert where(ahead)[0] == "prefill-0"
+    assert where(short) == ("decode-0", pytest.approx(0.04, rel=0.2))
+    assert short.receipt is not None
+    assert short.receipt["transport"] == ""

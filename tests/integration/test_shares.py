@@ -65,27 +65,3 @@ async def test_shares_add_up_to_what_the_workers_did() -> None:
         cores = workers["prefill-0"].info.devices
         paid = sum(answer.receipt.cost or 0.0 for answer in answers if answer.receipt)
         assert paid == pytest.approx(used_s * cores, rel=0.01)
-
-
-async def test_a_prompt_that_is_computed_again_is_waste() -> None:
-    async with Cluster(prefill=1, decode=2, engine_args=COSTS) as cluster:
-        began = asyncio.Event()
-
-        def look(answer: Answer) -> None:
-            if len(answer.token_ids) >= 5:
-                began.set()
-
-        sampling = replace(PLAIN, max_tokens=200)
-        asking = asyncio.create_task(cluster.ask(range(20, 90), sampling, on_token=look))
-        await began.wait()
-        (busy,) = cluster.busy("decode-0", "decode-1")
-        await cluster.kill(busy)
-        answer = await asking
-        assert answer.fallbacks == ("pair:worker_failed",)
-        assert answer.receipt is not None
-        assert answer.receipt.cost is None, "without prices nothing costs"
-        assert answer.receipt.energy_j is None
-        found = await seconds(cluster)
-        prefill_s = cluster.engine("prefill-0").busy.busy_s
-        assert found["waste", "worker_failed"] + found["prefill", ""] == pytest.approx(prefill_s)
-        assert found["waste", "worker_failed"] > found["prefill", ""], "the answer came to it"

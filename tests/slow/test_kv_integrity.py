@@ -1,5 +1,5 @@
-"""KV that comes damaged to real engines. Bits that flip are found, sent again, and never in an
-answer. Damage that no digest can find changes the answer: else exactness would prove nothing."""
+"""Wrong KV, and wrong prompts, change the answers of real engines: else exactness would prove
+nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.pair import Pair, joined, params, prompt
+from tests.e2e.pair import Pair, params, prompt
 from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 GREEDY = params(24, ignore_eos=True)
-SAMPLING = params(24, temperature=0.9, seed=7, frequency_penalty=0.5, ignore_eos=True)
-# More than one chunk of prefill, and of the transfer; the last block is partial.
-LENGTH = 700
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -38,21 +35,6 @@ async def producer(tiny_model: Path, orders: Path) -> AsyncIterator[EngineProces
 def damaging(pair: Pair, producer: EngineProcess) -> Pair:
     """The damaging engine with a decode engine that takes one transport alone."""
     return Pair(producer, pair.decode, "damaging")
-
-
-async def test_one_flipped_bit_is_sent_again_and_the_answer_exact(
-    damaging: Pair, aggregated: EngineProcess, orders: Path, request: pytest.FixtureRequest
-) -> None:
-    ids = prompt(LENGTH, len(request.node.name))
-    expected = joined(await aggregated.run(ids, SAMPLING))
-    orders.write_text("flip once", encoding="ascii")
-    assert await damaging.run(ids, SAMPLING) == expected
-    assert not orders.read_text(encoding="ascii"), "nothing was damaged"
-    report = damaging.last[1].report
-    assert report is not None
-    assert report.transfer is not None
-    assert report.transfer.digest_mismatches == 1
-    await damaging.until_empty()
 
 
 @pytest.mark.parametrize("damage", ["swap", "repeat"])

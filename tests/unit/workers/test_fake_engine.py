@@ -80,45 +80,6 @@ def assert_transfer_failed(stream: Stream, why: str = "") -> None:
     assert not stream.token_ids
 
 
-def text_after(stream: Stream, tokens: int) -> str:
-    """A piece of the answer that begins after its first `tokens` tokens, to stop at."""
-    head = "".join(d.text for d in stream.deltas[:tokens])
-    return stream.text[len(head) : len(head) + 3]
-
-
-class TestOneEngine:
-    async def test_a_stop_string_is_found_across_the_seam(self, driver: EngineDriver) -> None:
-        whole = await driver.run(prompt(20), LONG)
-        sampling = replace(LONG, stop=(text_after(whole, 8),))
-        ended = await driver.run(prompt(20), sampling)
-        for done in range(1, len(ended.token_ids)):
-            resumed = await driver.run(prompt(20), sampling, resume=whole.token_ids[:done])
-            assert resumed.token_ids == ended.token_ids[done:]
-            assert ended.text.endswith(resumed.text)
-            assert resumed.last.stop_reason == sampling.stop[0]
-
-    @pytest.mark.parametrize(
-        ("token_ids", "max_tokens", "code", "field"),
-        [
-            ((), 4, "invalid_value", "prompt_token_ids"),
-            ((20, 1 << 30), 4, "invalid_value", "prompt_token_ids"),
-            ((20,), MODEL.max_model_len, "context_length_exceeded", "max_tokens"),
-        ],
-    )
-    async def test_a_bad_request_ends_with_an_error_that_names_the_field(
-        self,
-        driver: EngineDriver,
-        token_ids: tuple[int, ...],
-        max_tokens: int,
-        code: str,
-        field: str,
-    ) -> None:
-        stream = await driver.run(token_ids, replace(PLAIN, max_tokens=max_tokens))
-        assert_ended_once(stream)
-        assert (stream.error.code, stream.error.field) == (code, field)
-        await driver.until_empty()
-
-
 class TestHandoff:
     async def test_prefill_may_end_before_decode_asks(
         self, driver: EngineDriver, pair: Pair
