@@ -86,10 +86,6 @@ class TestAnswers:
             assert answer.usage is not None
             assert answer.usage.completion_tokens == len(answer.token_ids)
 
-    async def test_an_aggregated_worker_serves_alone(self) -> None:
-        async with Cluster(aggregated=1) as cluster:
-            assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
-
     async def test_many_requests_at_once_do_not_mix(self) -> None:
         async with Cluster(prefill=2, decode=2) as cluster:
             prompts = [[20 + i, *PROMPT[: 3 * i]] for i in range(40)]
@@ -206,21 +202,6 @@ class TestFaults:
                 assert_same(answer, expected)
             del cluster.workers[name]
 
-    async def test_a_failed_prefill_is_tried_again(self) -> None:
-        async with Cluster(prefill=2, decode=1) as cluster:
-            cluster.faults("prefill-0", FakeFaults(fail_prefill="*"))
-            answers = await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(4)))
-            for answer in answers:
-                assert_same(answer, cluster.expected(PROMPT, PLAIN))
-            assert any(x.fallbacks for x in answers)
-
-    async def test_a_transfer_that_fails_costs_no_token(self) -> None:
-        async with Cluster(prefill=1, decode=1) as cluster:
-            cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
-            answer = await cluster.ask(PROMPT, PLAIN)
-            assert_same(answer, cluster.expected(PROMPT, PLAIN))
-            assert answer.fallbacks
-
     async def test_a_request_and_a_stream_wait_for_the_only_worker_to_come_back(self) -> None:
         async with Cluster(aggregated=1) as cluster:
             expected = cluster.expected(PROMPT, LONG)
@@ -234,14 +215,6 @@ class TestFaults:
             await cluster.add("aggregated-0", Role.AGGREGATED)
             assert_same(await stream, expected)
             assert_same(await queued, expected)
-
-    async def test_without_a_worker_that_can_take_it_the_error_is_clean(self) -> None:
-        async with Cluster(prefill=1, decode=1, router={"queue_timeout_s": 0.2}) as cluster:
-            await cluster.kill("decode-0")
-            await cluster.kill("prefill-0")
-            with pytest.raises(PdserveError) as caught:
-                await cluster.ask(PROMPT, PLAIN, timeout_s=WAIT_S)
-            assert caught.value.code in {"unavailable", "model_not_found"}
 
 
 async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

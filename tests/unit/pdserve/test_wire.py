@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve import types as t
 from pdserve import wire
-from pdserve.errors import InvalidRequest, Overloaded, from_info
+from pdserve.errors import InvalidRequest
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 
@@ -124,13 +124,6 @@ def test_what_is_sent_arrives(
 ) -> None:
     value = data.draw(values)
     assert from_pb(travelled(to_pb(value))) == value
-
-
-def test_error_keeps_its_class() -> None:
-    error = Overloaded("full", field="model", retry_after_s=2.5)
-    back = from_info(wire.error_from_pb(travelled(wire.error_to_pb(error))))
-    assert type(back) is Overloaded
-    assert (back.message, back.field, back.retry_after_s) == ("full", "model", 2.5)
 
 
 def test_unset_sampling_is_the_defaults_but_for_the_length() -> None:

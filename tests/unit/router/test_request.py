@@ -16,7 +16,6 @@ from pdserve.errors import (
     ModelNotFound,
     Overloaded,
     TransferFailed,
-    Unavailable,
     UnsupportedField,
 )
 from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
@@ -210,21 +209,6 @@ class TestRefusals:
                     await answer.rest()
             assert refused.value.field == "min_p"
             assert not prefill.has_submissions
-
-    async def test_without_a_ready_worker_a_request_waits_and_is_then_refused(
-        self, prefill: ScriptedWorker
-    ) -> None:
-        async with running_stack(prefill) as stack:
-            stack.fleet.members["p"].draining = True
-            with pytest.raises(Unavailable, match="no decode worker is ready for model demo"):
-                stack.requests.check_ready()
-            async with stack.ask(request()) as answer:
-                with pytest.raises(Unavailable, match="no decode worker") as caught:
-                    await answer.rest()
-            assert caught.value.retry_after_s > 0
-        async with running_stack() as stack:
-            with pytest.raises(Unavailable, match="no worker is registered"):
-                stack.requests.check_ready()
 
     async def test_a_request_waits_for_room_and_is_placed_when_another_ends(
         self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
