@@ -144,6 +144,38 @@ def _write(directory: Path, spec: ModelSpec) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def eagle_draft(model: Path, directory: Path) -> Path:
+    """Write a random draft of one layer for a Llama (vllm/model_executor/models/llama_eagle.py),
+    which mostly passes the model's hidden state on: some of its tokens are accepted."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((model / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    hidden, inner, size = (config[x] for x in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (config[f"num_{x}_heads"] * size for x in ("attention", "key_value"))
+    shapes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    source = torch.Generator().manual_seed(0)
+    weights = {
+        f"layers.0.{name}.weight": torch.randn(*shape, generator=source) * 0.05
+        for name, shape in shapes.items()
+    }
+    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    weights["fc.weight"] = torch.cat((0.1 * torch.eye(hidden), torch.eye(hidden)), dim=1)
+    whole = load_file(next(model.glob("*.safetensors")))
+    weights["embed_tokens.weight"] = whole["model.embed_tokens.weight"].float()
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
 def make_adapter(directory: Path, seed: int, *, rank: int = 8) -> Path:
     """Writes a random LoRA adapter for the default model, large enough to change its answers."""
     import numpy as np

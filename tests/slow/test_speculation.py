@@ -1,11 +1,12 @@
-"""Speculative decoding on the decode engine alone: greedy answers are those of an engine without
-it, through a hand-off and a move with the KV, and sampling follows the model."""
+"""Speculative decoding: greedy answers are those of an engine without it, through a hand-off and a
+move with the KV, and sampling follows the model. Drafts without KV of their own speculate on the
+decode engine alone; the KV of the others moves with that of the model."""
 
 from __future__ import annotations
 
 import json
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from pdserve.errors import UnsupportedField
 from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from tests.e2e.engines import EngineProcess, settings
+from tests.e2e.models import eagle_draft
 from tests.e2e.pair import Pair, joined
 from tests.e2e.service import Asked, Service
 from tests.patience import WAIT_S
@@ -27,11 +29,13 @@ from workers.vllm.settings import KvSettings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.e2e.engines import Answer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+# The model as its own draft: vLLM accepts every token if the draft's KV is right, too.
+DRAFT = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
+EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
 METHOD = itemgetter("method")
 QUESTIONS = (
     "Write JSON: Ines, 44, Oslo",
@@ -64,16 +68,32 @@ async def plain() -> AsyncIterator[EngineProcess]:
     await engine.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[NGRAM, SUFFIX], ids=METHOD)
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    """The prefill engine does not speculate."""
+METHODS = [NGRAM, SUFFIX, DRAFT, EAGLE]
+
+
+@dataclass
+class Speculating(Pair):
+    """With `drafts_whole` every token of a draft is the model's own."""
+
+    drafts_whole: bool = False
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=METHODS, ids=METHOD)
+async def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Speculating]:
     if request.param is SUFFIX and find_spec("arctic_inference") is None:
         pytest.skip("needs the package arctic-inference")
-    prefill = await EngineProcess.start(settings(MODEL, kv=KvSettings("p")))
-    decode = await EngineProcess.start(
-        settings(MODEL, kv=KvSettings("d"), speculative_config=request.param)
+    speculates: dict[str, object] = {"speculative_config": request.param}
+    if request.param is EAGLE:
+        draft = eagle_draft(MODEL, tmp_path_factory.mktemp("draft"))
+        speculates = {"speculative_config": {**EAGLE, "model": str(draft)}}
+    alone = request.param in (NGRAM, SUFFIX)
+    prefill = await EngineProcess.start(
+        settings(MODEL, kv=KvSettings("p"), **({} if alone else speculates))
     )
-    yield Pair(prefill, decode, "p")
+    decode = await EngineProcess.start(settings(MODEL, kv=KvSettings("d"), **speculates))
+    yield Speculating(prefill, decode, "p", drafts_whole=request.param is DRAFT)
     await decode.close()
     await prefill.close()
 
@@ -83,14 +103,9 @@ def asked(question: str) -> list[int]:
     return list(Tokenizer.load(read_files(MODEL)).encode_chat(Conversation(messages)))
 
 
-def accepted(answer: Answer) -> bool:
-    """Some step made several tokens."""
-    return any(len(delta.token_ids) > 1 for delta in answer.deltas)
-
-
 @pytest.mark.parametrize("kind", SAMPLINGS)
 async def test_a_handoff_to_a_speculating_engine_is_exact(
-    pair: Pair, plain: EngineProcess, kind: str
+    pair: Speculating, plain: EngineProcess, kind: str
 ) -> None:
     accepting = 0
     for question in QUESTIONS:
@@ -99,7 +114,10 @@ async def test_a_handoff_to_a_speculating_engine_is_exact(
         expected = joined(await plain.run(ids, SAMPLINGS[kind]))
         assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
         assert found.finish_reason == expected.finish_reason
-        accepting += accepted(pair.last[-1])
+        sizes = [len(delta.token_ids) for delta in pair.last[-1].deltas]
+        accepting += max(sizes) > 1
+        if pair.drafts_whole and kind == "greedy":
+            assert set(sizes[1:-1]) == {4}, "the draft's KV of the prompt is not the model's"
     assert accepting
     await pair.until_empty()
 
