@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -39,7 +39,7 @@ class DecisionLog:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._requests: OrderedDict[str, deque[Recorded]] = OrderedDict()
+        self._requests: OrderedDict[str, list[Recorded]] = OrderedDict()
 
     def record(
         self, decision: Decision, unix_time_s: float, *, cause: str = "", refused: str = ""
@@ -48,18 +48,17 @@ class DecisionLog:
             return
         request_id = decision.demand.request_id
         recorded = Recorded(unix_time_s, decision.without_prompt(), cause, refused)
-        decisions = self._requests.pop(request_id, None) or deque(maxlen=MAX_OF_ONE_REQUEST)
+        decisions = self._requests.pop(request_id, [])
         if recorded.waits and decisions and decisions[-1].waits:
             # A request that waits is tried at each end of another: the last try is enough.
             decisions.pop()
-        decisions.append(recorded)
-        self._requests[request_id] = decisions
+        self._requests[request_id] = [*decisions[1 - MAX_OF_ONE_REQUEST :], recorded]
         if len(self._requests) > self._size:
             self._requests.popitem(last=False)
 
     def of(self, request_id: str) -> list[Recorded]:
         """Return what is kept of a request, in order."""
-        return list(self._requests.get(request_id, ()))
+        return self._requests.get(request_id, [])
 
 
 def explained(decisions: list[Recorded]) -> a.ExplainedRequest:
