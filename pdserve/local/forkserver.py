@@ -29,11 +29,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pdserve.local.child import die_with, exit_at_once
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 _MAX_REQUEST_BYTES = 1 << 17
 _MAX_ANSWER_BYTES = 32
 _MAX_FDS = 8
+_MAX_REPORT_BYTES = 1 << 20
+_LAST_REPORTS_S = 1.0
 
 
 class ForkFailed(Exception):
@@ -71,6 +73,9 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+Process = asyncio.subprocess.Process | Forked
 
 
 class ForkServer:
@@ -133,23 +138,52 @@ class ForkServer:
             self._process.wait()
 
 
-async def launch(
+@contextlib.asynccontextmanager
+async def launched(
+    forkserver: ForkServer | None, module: str, *args: str, env: Mapping[str, str], log: Path
+) -> AsyncIterator[tuple[Process, asyncio.StreamReader]]:
+    """Fork or execute `python -m module *args` with the options of local/child.py. Yield the
+    process, which is killed at the end if it still runs, and its reports, a line of JSON each."""
+    ours, theirs = socket.socketpair()
+    reports, writer = await asyncio.open_connection(sock=ours, limit=_MAX_REPORT_BYTES)
+    process: Process | None = None
+    try:
+        with theirs:
+            process = await _start(forkserver, module, *args, env=env, log=log, fd=theirs.fileno())
+        yield process, reports
+    finally:
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        writer.close()
+
+
+async def until_ended(process: Process, following: asyncio.Task[None]) -> int:
+    """Return the exit code of a process, or minus the signal that ended it, once `following` has
+    read its reports."""
+    code = await process.wait()
+    # A process that this one started may still hold the socket open.
+    await asyncio.wait((following,), timeout=_LAST_REPORTS_S)
+    return code
+
+
+async def _start(
     forkserver: ForkServer | None,
     module: str,
     *args: str,
     env: Mapping[str, str],
     log: Path,
-    report_fd: int,
-) -> asyncio.subprocess.Process | Forked:
-    """Fork or execute `python -m module *args` with the options of local/child.py. It has its own
-    session, so that a terminal's Ctrl-C reaches only this process, and the kernel kills it when
-    this one ends."""
+    fd: int,
+) -> Process:
+    """Start a process in its own session, so that a terminal's Ctrl-C reaches only this one. The
+    kernel kills it when this one ends."""
     if forkserver is not None:
         # Parent 0: the parent is the fork server, whatever its pid.
         own = ("--parent-pid", "0", "--report-fd")
         with contextlib.suppress(ForkFailed):
-            return await forkserver.start(module, *args, *own, env=env, log=log, fds=(report_fd,))
-    tie = ("--parent-pid", str(os.getpid()), "--report-fd", str(report_fd))
+            return await forkserver.start(module, *args, *own, env=env, log=log, fds=(fd,))
+    tie = ("--parent-pid", str(os.getpid()), "--report-fd", str(fd))
     with log.open("ab") as file:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *args, *tie),
@@ -157,7 +191,7 @@ async def launch(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            pass_fds=(report_fd,),
+            pass_fds=(fd,),
             start_new_session=True,
         )
 

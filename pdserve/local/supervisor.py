@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from pdserve.hub import with_directories
 from pdserve.local import specs
 from pdserve.local.child import TAKE_REQUESTS
 from pdserve.local.follower import Change, LoadFollower
-from pdserve.local.forkserver import ForkServer, launch
+from pdserve.local.forkserver import ForkServer, launched, until_ended
 from pdserve.local.gpus import gpus_for, is_cpu_build
 from pdserve.local.progress import StartProgress
 from pdserve.security.tls import dialer
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
     from pdserve.config import Config, RouterConfig
     from pdserve.local.display import Display
-    from pdserve.local.forkserver import Forked
+    from pdserve.local.forkserver import Process
 
 PRELOAD = "workers.vllm.preload:preload"
 OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
@@ -58,8 +57,6 @@ _POLL_S = 0.05
 _LOOK_S = 1.0
 _SCALE_S = 1.0  # between two looks at the load
 _LIST_TIMEOUT_S = 2.0
-_LAST_REPORTS_S = 1.0
-_MAX_REPORT_BYTES = 1 << 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -87,7 +84,7 @@ class Child:
 
     name: str
     log: Path
-    process: asyncio.subprocess.Process | Forked | None = None
+    process: Process | None = None
     pid: int = 0
     facts: dict[str, str] = field(default_factory=dict)
     known: asyncio.Event = field(default_factory=asyncio.Event)
@@ -354,37 +351,22 @@ class Supervisor:
     async def _run(self, child: Child) -> int:
         """Run a process to its end, and return its exit code, or minus the signal that ended it."""
         child.ready_at, child.failure = None, ""
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_REPORT_BYTES)
-        following = asyncio.create_task(self._follow(child, reader))
-        try:
-            with theirs:
-                child.process = await self._launch(child, theirs.fileno())
-            child.pid = child.process.pid
-            code = await child.process.wait()
-            # A process that the child started may still hold the socket open.
-            await asyncio.wait((following,), timeout=_LAST_REPORTS_S)
-            return code
-        finally:
-            if child.process is not None:
-                child.send(signal.SIGKILL)
-                await child.process.wait()
-                child.process = None
-            following.cancel()
-            writer.close()
-
-    async def _launch(self, child: Child, reports: int) -> asyncio.subprocess.Process | Forked:
         is_worker = child.name in self._workers
         config = self._run_dir / f"{child.name}.yaml"
         config.write_text(yaml.safe_dump(self._config_of(child), sort_keys=False))
         forkserver = self._forkserver if is_worker else None
         if forkserver is not None:
             self._display.doing(child.name, "importing vLLM")
-        words = ("worker" if is_worker else "router", "--config", str(config))
+        words = ("pdserve", "worker" if is_worker else "router", "--config", str(config))
         env = {**os.environ, "TMPDIR": self._temporary_dir.name}
-        return await launch(
-            forkserver, "pdserve", *words, env=env, log=child.log, report_fd=reports
-        )
+        async with launched(forkserver, *words, env=env, log=child.log) as (process, reports):
+            child.process, child.pid = process, process.pid
+            following = asyncio.create_task(self._follow(child, reports))
+            try:
+                return await until_ended(process, following)
+            finally:
+                child.process = None
+                following.cancel()
 
     def _config_of(self, child: Child) -> dict[str, object]:
         if child.name in self._workers:

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import yaml
 
-from pdserve.local.forkserver import launch
+from pdserve.local.forkserver import launched, until_ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _FORGIVEN_AFTER_S = 300.0  # a process that ran this long has no deaths
-_MAX_REPORT_BYTES = 1 << 20
-_LAST_REPORTS_S = 1.0
 
 
 class Host:
@@ -134,31 +131,17 @@ class Host:
         config.write_text(yaml.safe_dump({self._spec.command: self._section()}), encoding="utf-8")
         self._lives += 1
         self._doing = "starting"
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_REPORT_BYTES)
-        following = asyncio.create_task(self._follow(reader))
-        words = (self._spec.command, "--config", str(config))
-        try:
-            with theirs:
-                self._process = await launch(
-                    *(None, "pdserve", *words),
-                    env=dict(os.environ),
-                    log=self._log,
-                    report_fd=theirs.fileno(),
-                )
+        words = ("pdserve", self._spec.command, "--config", str(config))
+        async with launched(None, *words, env=os.environ, log=self._log) as (process, reports):
+            self._process = process
+            following = asyncio.create_task(self._follow(reports))
             if self._stopped.is_set():
                 self._send(signal.SIGTERM)
-            code = int(await self._process.wait())
-            # A process that the child started may still hold the socket open.
-            await asyncio.wait((following,), timeout=_LAST_REPORTS_S)
-            return code
-        finally:
-            if self._process is not None:
-                self._send(signal.SIGKILL)
-                await self._process.wait()
-            self._process, self._facts = None, {}
-            following.cancel()
-            writer.close()
+            try:
+                return await until_ended(process, following)
+            finally:
+                self._process, self._facts = None, {}
+                following.cancel()
 
     def _section(self) -> dict[str, Any]:
         """Return the configuration with what depends on the node."""
