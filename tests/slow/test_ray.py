@@ -51,7 +51,7 @@ worker:
   engine_args: {step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005, max_num_seqs: 8}
   drain_timeout_s: 1
 """
-RAY, PENDING = "ray.scripts.scripts", "pending placement groups"
+RAY, STATUS = "ray.scripts.scripts", ("pdserve", "status", "--on=ray", "--json")
 KEEPS = {"RAY_gcs_storage": "rocksdb"}
 # Ray finds out within seconds that a node is gone; by default it takes longer.
 HEALTH = {
@@ -130,6 +130,9 @@ class RayCluster:
     async def pdserve(self, *words: str, code: int = 0) -> str:
         """Run a command of pdserve on the head; return what it prints."""
         return await self.run("pdserve", *words, "--on", "ray", code=code)
+
+    async def upgrade(self, *changes: str, code: int = 0) -> str:
+        return await self.pdserve("upgrade", "--config=service.yaml", *changes, code=code)
 
     async def run(self, module: str, *words: str, code: int = 0) -> str:
         """Run a module of Python on the head; return what it prints."""
@@ -329,13 +332,16 @@ async def test_all_go_on_while_the_head_is_away(ray_cluster: RayCluster) -> None
 async def test_an_upgrade_replaces_all_and_loses_nothing(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """Of configuration and model: here it is a copy with the same name."""
+    """Of configuration and model, here a copy with the same name. The controller is killed, too."""
     model = shutil.copytree(Path(demo.__file__).parent / "model", tmp_path / "model")
     before = await ray_cluster.scaled(2)
     changes = (f"--model={model}", "--model-name=pdserve-demo", "--set=router.policy=round_robin")
     async with ray_cluster.answers():
-        said = await ray_cluster.pdserve("upgrade", "--config=service.yaml", "--decode=7", *changes)
-        assert said.count("HTTP at http://10.77.0.1") == 2
+        upgrade = asyncio.create_task(ray_cluster.upgrade("--decode=7", *changes))
+        await ray_cluster.until_said('"upgrading": true', *STATUS)
+        (controller,) = ray_cluster.processes("ray::Controller")
+        controller.kill()
+        assert (await upgrade).count("HTTP at http://10.77.0.1") == 2
         after = await ray_cluster.until_workers(2)
     for old, new in zip(before.values(), after.values(), strict=True):
         assert (old["node"], old["pid"]) != (new["node"], new["pid"])
@@ -346,46 +352,48 @@ async def test_an_upgrade_replaces_all_and_loses_nothing(
 async def test_an_upgrade_that_does_not_start_is_undone(ray_cluster: RayCluster) -> None:
     before = await ray_cluster.scaled(2)
     async with ray_cluster.answers():
-        changes = ("--config", "service.yaml", "--set=worker.engine_args.step_s=-1")
-        said = await ray_cluster.pdserve("upgrade", *changes, code=2)
+        said = await ray_cluster.upgrade("--set=worker.engine_args.step_s=-1", code=2)
         assert "the upgrade was undone" in said
         assert "engine_args.step_s" in said
         after = await ray_cluster.until_workers(2)
     same = ("decode-0", "decode-1", "prefill-0")
     assert [after[x]["pid"] for x in same] == [before[x]["pid"] for x in same]
     assert "engine_args.step_s" in (await ray_cluster.status())["refused"]
+    too_large = ("--cpus-per-worker=99", "--set=up.start_timeout_s=1")
+    assert "a node with 99 CPU free" in await ray_cluster.upgrade(*too_large, code=2)
 
 
 async def test_workers_follow_the_load(ray_cluster: RayCluster) -> None:
     await ray_cluster.scaled(1)
     rules = ("up.scaling.up_after_s=1", "up.scaling.down_after_s=3", "up.scaling.target_load=0.5")
-    options = [x for rule in rules for x in ("--set", rule)]
-    await ray_cluster.pdserve("upgrade", "--config", "service.yaml", "--max-decode=3", *options)
+    await ray_cluster.upgrade("--max-decode=3", *(f"--set={rule}" for rule in rules))
     assert "decode follows the load" in await ray_cluster.pdserve("scale", "decode=2", code=2)
     async with ray_cluster.answers(16):
         await ray_cluster.until_workers(3)
     await ray_cluster.until_workers(1)
-    await ray_cluster.pdserve("upgrade", "--config", "service.yaml")
+    await ray_cluster.upgrade()
 
 
 async def test_status_says_what_waits_for_a_node(ray_cluster: RayCluster) -> None:
-    await ray_cluster.pdserve("scale", "decode=30")
-    await ray_cluster.until_said(
-        "waiting for a node with 1 CPU free", "pdserve", "status", "--on=ray"
-    )
+    upgrade = asyncio.create_task(ray_cluster.upgrade("--cpus-per-worker=99", code=1))
+    await ray_cluster.until_said("waiting for a node with 99 CPU free", *STATUS)
     # What an autoscaler adds nodes for.
-    await ray_cluster.until_said(PENDING, RAY, "status")
-    await ray_cluster.scaled(1)
+    await ray_cluster.until_said("pending placement groups", RAY, "status")
+    await ray_cluster.upgrade("--cpus-per-worker=1")
+    assert "another upgrade" in await upgrade
+    await ray_cluster.until_workers(1)
 
 
-async def test_down_leaves_no_process_and_no_actor(ray_cluster: RayCluster) -> None:
+async def test_down_leaves_no_process_no_actor_and_no_placement_group(
+    ray_cluster: RayCluster,
+) -> None:
     await ray_cluster.pdserve("down")
     async with asyncio.timeout(WAIT_S):
         while any(map(ray_cluster.processes, ("ray::Host", "ray::Controller"))):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
     assert ray_cluster.processes("-m pdserve") == []
     assert "no service on this Ray cluster" in await ray_cluster.pdserve("status", code=1)
-    assert PENDING not in await ray_cluster.run(RAY, "status")
+    await ray_cluster.until_said(f"0.0/{CPUS * len(NODES)}.0 CPU", RAY, "status")
 
 
 async def test_a_job_starts_a_service(ray_cluster: RayCluster) -> None:

@@ -76,8 +76,8 @@ class Controller:
         self._main = asyncio.get_event_loop().create_task(self._run())
 
     async def status(self) -> dict[str, Any]:
-        """Return the wanted counts, the state of every process, whether an upgrade goes on, why the
-        last one was undone, and why the last look failed."""
+        """Return the wanted counts and revision, the state of every process, whether an upgrade
+        goes on, why the last one was undone, and why the last look failed."""
         service = self._service
         states = {name: self._states.get(name, _PENDING) for name in service.spec.processes()}
         for name in self._hosts.keys() - states.keys():
@@ -87,6 +87,7 @@ class Controller:
         return {
             "counts": service.spec.counts,
             "processes": dict(sorted(states.items())),
+            "revision": service.spec.revision,
             "upgrading": service.before is not None,
             "refused": service.refused,
             "failure": self._failure,
@@ -144,7 +145,8 @@ class Controller:
     async def _look(self) -> None:
         self._find()
         running = self._hosts.keys() - self._stopping.keys()
-        await asyncio.gather(*(self._ask(name) for name in running))
+        groups = self._remove_groups(keep=self._hosts)
+        await asyncio.gather(*(self._ask(name, groups.get(name)) for name in running))
         ready = {name for name in running if self._states[name]["ready"]}
         routers = {x: self._states[x]["grpc"] for x in ready if x.startswith("router-")}
         addresses = sorted(routers.values())
@@ -154,8 +156,6 @@ class Controller:
         nodes = {place_of(name): self._states[name]["node_id"] for name in routers}
         if nodes.items() - self._service.nodes.items():
             self._store(replace(self._service, nodes={**self._service.nodes, **nodes}))
-        groups = self._remove_groups(keep=self._hosts)
-        self._show_waiting(groups)
         load = await self._measure(addresses)
         self._scale(load)
         workers = ready - routers.keys()
@@ -215,24 +215,21 @@ class Controller:
                 self._scaler = None
                 return
 
-    async def _ask(self, name: str) -> None:
+    async def _ask(self, name: str, group: Mapping[str, Any] | None) -> None:
+        if group is not None and group["state"] != "CREATED":
+            needs = ", ".join(f"{n:g} {kind}" for kind, n in group["bundles"][0].items())
+            why = group["stats"]["scheduling_state"]
+            doing = f"waiting for a node with {needs} free ({why})"
+            self._states[name] = {**_PENDING, "doing": doing}
+            return
         try:
             self._states[name] = await asyncio.wait_for(
-                asyncio.wrap_future(self._hosts[name].state.remote().future()), _ANSWER_S
+                _answer(self._hosts[name].state.remote()), _ANSWER_S
             )
         except TimeoutError:
             self._states[name] = _PENDING
         except ray.exceptions.RayError as error:
             self._states[name] = {**_PENDING, "failure": f"{type(error).__name__}"}
-
-    def _show_waiting(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Say of processes without a node what they wait for."""
-        for name, group in groups.items():
-            if group["state"] != "CREATED" and name in self._states:
-                needs = ", ".join(f"{n:g} {kind}" for kind, n in group["bundles"][0].items())
-                why = group["stats"]["scheduling_state"]
-                doing = f"waiting for a node with {needs} free ({why})"
-                self._states[name] = {**_PENDING, "doing": doing}
 
     def _remove_groups(self, keep: Collection[str]) -> dict[str, dict[str, Any]]:
         """Remove the placement groups of other processes; return those kept, by name."""

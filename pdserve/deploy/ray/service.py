@@ -101,8 +101,16 @@ def until_ready(limit_s: float) -> dict[str, Any]:
 
 
 def status() -> dict[str, Any]:
-    found: dict[str, Any] = ray.get(_controller().status.remote(), timeout=_ANSWER_S)
-    return found
+    """Return what the controller says. One that was killed has some time to come back."""
+    until = time.monotonic() + _ANSWER_S
+    while True:
+        try:
+            found: dict[str, Any] = ray.get(_controller().status.remote(), timeout=_ANSWER_S)
+            return found
+        except ray.exceptions.RayActorError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def scale(counts: Mapping[str, int]) -> None:
@@ -124,6 +132,8 @@ def upgrade(to: ServiceSpec) -> dict[str, Any]:
         time.sleep(_LOOK_S)
     if found["refused"]:
         raise ConfigError(f"the upgrade was undone: {found['refused']}")
+    if found["revision"] != to.revision:
+        raise Unavailable("another upgrade took the place of this one")
     return found
 
 

@@ -75,6 +75,11 @@ class ServiceSpec(Struct, frozen=True):
             found |= {f"{role}-{i}": self.workers[role] for i in range(count)}
         return {f"{place}-{_digest(spec)}": spec for place, spec in found.items()}
 
+    @property
+    def revision(self) -> str:
+        """A digest of this without the counts."""
+        return _digest(replace(self, counts={}))
+
     def scaled(self, counts: Mapping[str, int]) -> ServiceSpec:
         """Return this with other counts. Raises ConfigError."""
         for role in counts:
@@ -113,7 +118,7 @@ def role_of(name: str) -> str:
     return name.partition("-")[0]
 
 
-def _digest(spec: ProcessSpec) -> str:
+def _digest(spec: Struct) -> str:
     return xxh3_64_hexdigest(msgspec.json.encode(spec, order="deterministic"))[:_DIGITS]
 
 
