@@ -59,6 +59,8 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
+    # Nodes outlive the head for longer than a slow machine needs to start it again.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
 
 

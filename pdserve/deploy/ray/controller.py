@@ -127,10 +127,9 @@ class Controller:
     async def _run(self) -> None:
         while True:
             try:
-                await self._look()
-                self._failure = ""
+                self._failure = await self._look()
             # ValueError: an actor of this name exists, or is still being removed.
-            except (ray.exceptions.RayError, PdserveError, ValueError, OSError) as error:
+            except (ray.exceptions.RayError, ValueError, OSError) as error:
                 self._failure = f"{type(error).__name__}: {error}"
             await asyncio.sleep(_LOOK_S)
 
@@ -142,7 +141,8 @@ class Controller:
                 self._hosts[name] = ray.get_actor(name, namespace=NAMESPACE)
         return set(self._hosts)
 
-    async def _look(self) -> None:
+    async def _look(self) -> str:
+        """Take the next steps. Return why the load is not known, if that is so."""
         self._find()
         running = self._hosts.keys() - self._stopping.keys()
         groups = self._remove_groups(keep=self._hosts)
@@ -150,13 +150,20 @@ class Controller:
         ready = {name for name in running if self._states[name]["ready"]}
         routers = {x: self._states[x]["grpc"] for x in ready if x.startswith("router-")}
         addresses = sorted(routers.values())
-        for name in running:
-            if addresses and self._states[name].get("routers", addresses) != addresses:
+        # A router that has not answered this controller yet may be one that serves: nobody is told
+        # of a list without it.
+        is_known = all(self._states[x] is not _PENDING for x in running if x.startswith("router-"))
+        for name in running if addresses and is_known else ():
+            if self._states[name].get("routers", addresses) != addresses:
                 self._hosts[name].set_routers.remote(addresses)
         nodes = {place_of(name): self._states[name]["node_id"] for name in routers}
         if nodes.items() - self._service.nodes.items():
             self._store(replace(self._service, nodes={**self._service.nodes, **nodes}))
-        load = await self._measure(addresses)
+        load, failure = Load({}, {}), ""
+        try:
+            load = await self._measure(addresses)
+        except PdserveError as error:
+            failure = error.message
         self._scale(load)
         workers = ready - routers.keys()
         serving = (workers & load.ready) | routers.keys()
@@ -172,6 +179,7 @@ class Controller:
         ]
         for name in sorted(steps.start):
             self._start(name, wanted[name], placed)
+        return failure
 
     async def _measure(self, routers: Collection[str]) -> Load:
         if not routers:
@@ -227,7 +235,8 @@ class Controller:
                 _answer(self._hosts[name].state.remote()), _ANSWER_S
             )
         except TimeoutError:
-            self._states[name] = _PENDING
+            # Its process may be well: what it said last stays.
+            self._states.setdefault(name, _PENDING)
         except ray.exceptions.RayError as error:
             self._states[name] = {**_PENDING, "failure": f"{type(error).__name__}"}
 
