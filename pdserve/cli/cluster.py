@@ -65,7 +65,7 @@ def _add_worker_options(parser: argparse._ActionsContainer, default: str) -> Non
 
     add("--cpus-per-worker", "CPUs of a node for each worker", 1, type=float, metavar="N")
     add("--gpus-per-worker", "GPUs of a node for each worker", 0, type=int, metavar="N")
-    text = "workers on few nodes (KV stays in the node) or on many (a node takes few with it)"
+    text = "workers share few nodes, or have many"
     add("--strategy", text, "spread", choices=("pack", "spread"))
 
 

@@ -93,8 +93,8 @@ def register(commands: Subparsers) -> None:
     up = add_command(
         *(commands, "up", _up, "start router and workers on this machine"),
         "Start routers and workers as processes on this machine. Ctrl-C or SIGTERM lets running "
-        "requests finish, a second Ctrl-C ends at once. A process that dies is restarted. With "
-        "--on ray, start them on a Ray cluster, return when all are ready, and leave them there.",
+        "requests finish, a second ends at once. What dies is restarted. With --on ray they are on "
+        "a Ray cluster, and stay there.",
     )
     router = add_command(
         *(commands, "router", _router, "run one router"),
