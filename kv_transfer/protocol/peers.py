@@ -304,11 +304,8 @@ class Peers:
             writer.start()
             while not link.is_down:
                 self._receive(link, link.read())
-        except (OSError, KvTransferError) as error:
+        except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
             self._broken(link, error)
-        except Exception as error:
-            logger.exception("KV link to %s failed", link.peer)
-            self._drop(link, f"{type(error).__name__}: {error}")
         finally:
             self._drop(link, "closed")
             if writer.ident is not None:
@@ -325,11 +322,8 @@ class Peers:
             while link.wait_for_items():
                 with link.writing:
                     self._write_queued(link, may_wait=True)
-        except (OSError, KvTransferError) as error:
+        except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
             self._broken(link, error)
-        except Exception as error:
-            logger.exception("KV link to %s failed", link.peer)
-            self._drop(link, f"{type(error).__name__}: {error}")
 
     def _write_queued(self, link: Link, *, may_wait: bool) -> None:
         """Send what is queued, in order. The caller holds `link.writing`."""
@@ -347,6 +341,8 @@ class Peers:
                 return
 
     def _broken(self, link: Link, error: Exception) -> None:
+        if not isinstance(error, OSError | KvTransferError):
+            logger.error("KV link to %s failed", link.peer, exc_info=error)
         link.is_blamed |= isinstance(error, ProtocolError)
         self._drop(link, str(error) or type(error).__name__)
 
