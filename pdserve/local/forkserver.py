@@ -187,7 +187,7 @@ async def _start(
     with log.open("ab") as file:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *args, *tie),
-            env=env,
+            env=dict(env),  # uvloop, which Ray's actors run on, takes nothing else
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
             stderr=file,
