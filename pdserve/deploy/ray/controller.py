@@ -115,7 +115,7 @@ class Controller:
         names = self._find()
         routers = {name for name in names if name.startswith("router-")}
         for part in (routers, names - routers):
-            self._stop(part)
+            self._stop(part & self._hosts.keys())  # some may have ended meanwhile
             await asyncio.gather(*self._stopping.values())
         self._remove_groups(keep=())
         _internal_kv_del(_KEY)
