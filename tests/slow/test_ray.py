@@ -164,7 +164,7 @@ class RayCluster:
                 await asyncio.sleep(0.5)
 
     async def until_joined(self) -> None:
-        """Every host has a raylet, and commands reach the head."""
+        """Commands reach the head."""
         async with asyncio.timeout(START_S):
             while "no service" not in (out := await self._try_status()):
                 print(out)  # noqa: T201
@@ -257,6 +257,7 @@ async def running(directory: Path) -> AsyncIterator[RayCluster]:
             cluster.start(host)
             if host == HEAD:
                 await cluster.until_joined()
+        await cluster.until_said(f"/{CPUS * len(NODES)}.0 CPU", RAY, "status")
         yield cluster
 
 
