@@ -99,7 +99,9 @@ async def test_a_refused_request_is_shown_with_its_reason(cluster: Cluster, page
     event = await page.until(lambda x: bool(x["ended"]))
     [row] = event["ended"]
     assert "receipt" not in row
-    assert (row["admitted"], row["outcome"]) == (0.0, "deadline_exceeded")
+    assert row["admitted"] == 0.0
+    # The client's own deadline ends at the same time: either may be first.
+    assert row["outcome"] in ("deadline_exceeded", "cancelled")
     assert row["message"]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.entrypoints.pooling.scoring.utils import compress_token_type_ids
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -275,7 +276,7 @@ class VllmCore:
             vllm_id = self._engine.add_request(
                 key,
                 tokens_input(list(work.prompt_token_ids), cache_salt=work.cache_salt or None),
-                self._pooling(phase)
+                self._pooling(phase, len(work.prompt_token_ids))
                 if isinstance(phase, PoolingPhase)
                 else sampling.to_vllm(work, transfer),
                 lora_request=adapter,
@@ -293,12 +294,14 @@ class VllmCore:
             return [self._end_at_seam(stream, stopped)]
         return []
 
-    def _pooling(self, phase: PoolingPhase) -> PoolingParams:
+    def _pooling(self, phase: PoolingPhase, length: int) -> PoolingParams:
         if not self.info.model.cross_encoder:
             return PoolingParams(task="embed")
         params = PoolingParams(task="classify")
         if "token_type_ids" in self._engine.get_tokenizer().model_input_names:
-            params.extra_kwargs = {"compressed_token_type_ids": phase.second_text_at}
+            second_at = phase.second_text_at
+            types = compress_token_type_ids([0] * second_at + [1] * (length - second_at))
+            params.extra_kwargs = {"compressed_token_type_ids": types}
         return params
 
     def cancel(self, stream_id: int) -> None:
