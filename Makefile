@@ -14,6 +14,7 @@ PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
 TORCH := 2.13.0
+TORCHVISION := 0.28.0
 VENV := .venv
 BIN := $(VENV)/bin
 # Tells every later target that gpu-install made this environment.
@@ -150,12 +151,16 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "$(PYTHON) cannot make environments: install its venv module" >&2; exit 1; }
 
-# torch comes first and by itself: the CPU build where the index has one, else the plain one.
+# torch comes first and by itself: the CPU build where the index has one, else the plain one. vLLM
+# needs torchvision for multimodal models only; a build that does not fit torch breaks vLLM.
 $(TORCH_STAMP): | $(BIN)/python
 	@echo "installing torch $(TORCH)"
 	@index=$${TORCH_INDEX:+--index-url $$TORCH_INDEX}; \
 	$(PIP) install -q --no-deps $$index "torch==$(TORCH)+cpu" 2>$(PIP_LOG) \
-		|| $(PIP) install -q $$index "torch==$(TORCH)" 2>>$(PIP_LOG) || $(SHOW_PIP_LOG)
+		|| $(PIP) install -q $$index "torch==$(TORCH)" 2>>$(PIP_LOG) || $(SHOW_PIP_LOG); \
+	build=$$($(BIN)/python -c 'from importlib.metadata import version as v; print("".join(v("torch").partition("+")[1:]))'); \
+	$(PIP) install -q --no-deps $$index "torchvision==$(TORCHVISION)$$build" 2>$(PIP_LOG) \
+		|| echo "no torchvision $(TORCHVISION)$$build at this index: multimodal models will be refused"
 	@touch $@
 
 $(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(HEADERS) \

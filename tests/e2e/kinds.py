@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tests.patience import START_S
@@ -40,7 +40,9 @@ _ONE_FULL_IN_TWO = {"layer_types": ["sliding_attention", "full_attention"] * (LA
 class Kind:
     """A `transformers` config class, what the config has beside or in place of _PLAIN, and what the
     KV cache of the model is made of. `scale`: how much larger matrices are than 1/sqrt(inputs).
-    `limits`: what vLLM's CPU build cannot do, for which `engine_args` and `skips` are."""
+    `limits`: what vLLM's CPU build cannot do, for which `engine_args` and `skips` are. `processor`:
+    of a multimodal model, the classes of its processor and of the processor's parts; _PLAIN and
+    `more` are of its language model then."""
 
     config: str
     cache: str
@@ -49,6 +51,7 @@ class Kind:
     limits: str = ""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     skips: tuple[str, ...] = ()
+    processor: tuple[str, ...] = ()
 
 
 FULL, WINDOWS, STATES = "full attention", "full attention and windows", "full attention and states"
@@ -192,7 +195,39 @@ KINDS = {
             "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
         },
     ),
+    "Qwen2.5-VL": Kind(
+        "Qwen2_5_VLConfig",
+        FULL,
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 6, 6],
+            }
+        },
+        processor=("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+    ),
 }
+KINDS["Gemma-3, multimodal"] = replace(
+    KINDS["Gemma-3"],
+    config="Gemma3Config",
+    processor=("Gemma3Processor", "Gemma3ImageProcessor"),
+)
+KINDS["Qwen3.5"] = replace(
+    KINDS["Qwen3-Next"],
+    config="Qwen3_5Config",
+    more={
+        **{
+            k: v for k, v in KINDS["Qwen3-Next"].more.items() if "expert" not in k and k not in _MOE
+        },
+        "rope_parameters": {
+            **KINDS["Qwen3-Next"].more["rope_parameters"],
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+    processor=("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
+)
 
 
 def make_kind(directory: Path, name: str) -> Path:
@@ -208,12 +243,21 @@ def _write(directory: Path, name: str) -> None:
     import transformers
 
     from tests.e2e.models import write_tokenizer
+    from tests.e2e.processors import VISION, write_processor
 
     kind = KINDS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, kind.config)(**_PLAIN | kind.more)
+    text, make_config = _PLAIN | kind.more, getattr(transformers, kind.config)
     dtype = getattr(torch, kind.engine_args.get("dtype", "float32"))
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    write_tokenizer(directory, CONTEXT)
+    if kind.processor:
+        marks = write_processor(directory, *kind.processor)
+        tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+        config = make_config(text_config=text, vision_config=VISION, **marks, **tied)
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    else:
+        config = make_config(**text)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     # Of tied tables, so that a token does not just follow itself.
     table = 0.03 if config.tie_word_embeddings else 0.8
     with torch.no_grad():
@@ -223,7 +267,6 @@ def _write(directory: Path, name: str) -> None:
                 scale = table if is_table else kind.scale * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale)
     model.save_pretrained(directory)
-    write_tokenizer(directory, CONTEXT)
 
 
 if __name__ == "__main__":

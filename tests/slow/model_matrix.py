@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.e2e import kind_checks
 from tests.e2e.kinds import KINDS, make_kind
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 CHECKS = {
     "one at a time": kind_checks.check_lengths,
     "prefix hits": kind_checks.check_prefix_hits,
@@ -24,11 +27,36 @@ CHECKS = {
     "cancelled": kind_checks.check_cancels,
 }
 EXACT, FAILED = "exact", "fails"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
+_LIMIT_S = 600.0
 _COLUMNS = ["model", "KV cache", *CHECKS, "limits of vLLM's CPU build"]
 
 
-async def run(model: Path, name: str) -> dict[str, str]:
-    """Return what came of each check: EXACT, or FAILED and why."""
+def tried(name: str) -> dict[str, str]:
+    """Return what came of each check: EXACT, or FAILED and why. Raises CalledProcessError if a
+    multimodal model needs torchvision, and the package index does not have it."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not KINDS[name].processor or find_spec("torchvision"):
+            return asyncio.run(_run(make_kind(Path(folder) / "model", name), name))
+        version = re.search(r"^TORCHVISION := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert version is not None
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder]
+        subprocess.run([*pip, f"torchvision=={version[1]}"], check=True, timeout=_LIMIT_S)
+        path = os.pathsep.join([str(ROOT / "tests" / "vision"), folder])
+        done = subprocess.run(
+            [sys.executable, "-m", __spec__.name, "--json", name],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=_LIMIT_S,
+        )
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+
+
+async def _run(model: Path, name: str) -> dict[str, str]:
     found = {}
     async with kind_checks.subject(model, **KINDS[name].engine_args) as of:
         for what, check in CHECKS.items():
@@ -49,11 +77,13 @@ def row(name: str, found: dict[str, str]) -> str:
 
 
 def main(names: list[str]) -> None:
+    if names[:1] == ["--json"]:
+        json.dump(tried(names[1]), sys.stdout)
+        return
     text, _, table = PAGE.read_text("utf-8").partition("\n| model |")
     rows = {match[1]: match[0] for match in re.finditer(r"^\| ([^|]+) \|.*$", table, re.MULTILINE)}
     for name in names or KINDS:
-        with tempfile.TemporaryDirectory() as directory:
-            rows[name] = row(name, asyncio.run(run(make_kind(Path(directory), name), name)))
+        rows[name] = row(name, tried(name))
         sys.stdout.write(rows[name] + "\n")
     heads = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
     lines = [text, *heads, *(rows[name] for name in KINDS if name in rows), ""]

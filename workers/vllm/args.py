@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from dataclasses import Field
 
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.usage.usage_lib import UsageContext
 
     from pdserve.config import TiersConfig
     from workers.vllm.settings import KvSettings, VllmSettings
@@ -33,6 +36,7 @@ _DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
     "use_tqdm_on_load": False,
+    "language_model_only": True,  # the router takes text alone
 }
 # vLLM's own for GPUs depend on the GPU; those for a CPU suit a server with many cores.
 _CPU_DEFAULTS: dict[str, Any] = {
@@ -128,6 +132,21 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         kv_events_config=events_config(enabled=bool(args["enable_prefix_caching"])),
         **args,
     )
+
+
+def make_config(settings: VllmSettings, context: UsageContext) -> VllmConfig:
+    """Return the configuration of an engine. Raises ConfigError, or what vLLM raises."""
+    args = engine_args(settings)
+    try:
+        return args.create_engine_config(context)
+    except ValueError as error:
+        if find_spec("torchvision") or "failed to be inspected" not in str(error):
+            raise
+        raise ConfigError(
+            f"model: vLLM's code of {args.model} needs torchvision, in the build that fits torch "
+            f"{version('torch')}",
+            field="model",
+        ) from error
 
 
 def _as_vllm_has_it(field: Field[Any], value: object) -> object:

@@ -63,8 +63,8 @@ from workers.engine import (
 from workers.vllm import cache, sampling
 from workers.vllm.args import (
     check_on_cpu,
-    engine_args,
     is_cross_encoder,
+    make_config,
     settings_in_effect,
     warn_of_cut_context,
 )
@@ -114,7 +114,7 @@ class VllmCore:
             patch_runner_v1()  # else the connector does, in each process that runs the model
         # The context's defaults suit a server.
         context = UsageContext.OPENAI_API_SERVER
-        config = engine_args(settings).create_engine_config(context)
+        config = make_config(settings, context)
         if settings.kv is not None:
             check_model(config)
         if current_platform.is_cpu():
