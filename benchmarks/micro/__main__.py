@@ -1,4 +1,4 @@
-"""`python -m benchmarks.micro batch|kv|router|tiers|unloaded [--json]`."""
+"""`python -m benchmarks.micro NAME [--json]`."""
 
 from __future__ import annotations
 

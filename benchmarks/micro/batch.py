@@ -18,15 +18,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.batches import Batches
-from benchmarks.client import GrpcTarget, exactly
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.service import Service
+from benchmarks.micro.serving import serving
 from benchmarks.stats import alternate, percentiles
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
-    from benchmarks.client import Request, ServedModel
+    from benchmarks.micro.serving import Serving
     from benchmarks.progress import Progress
 
 ALONE, BESIDE = "alone", "beside a batch"
@@ -48,28 +48,20 @@ async def run(
     """Raises BenchError."""
     async with AsyncExitStack() as ending:
         name = ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-"))
-        config = {
-            "router": {"http_port": 0, "grpc_port": 0, "slo": {"reject_factor": 0.0}},
-            "worker": {"model": args.model, "engine": args.engine},
-            "up": {"cores_per_worker": 1},
-        }
+        worker = {"model": args.model, "engine": args.engine}
         progress.step("starting 1P1D")
-        service = Service("1P1D", config, Path(name))
-        ending.push_async_callback(service.stop)
-        await service.start()
-        target = GrpcTarget(service.ready["grpc"])
-        ending.push_async_callback(target.aclose)
-        batches = await ending.enter_async_context(Batches(service.ready["http"]))
-        model = await target.model()
+        starting = serving("1P1D", Path(name), worker, {"cores_per_worker": 1})
+        served = await ending.enter_async_context(starting)
+        batches = await ending.enter_async_context(Batches(served.ready["http"]))
 
         async def measure(variant: str, number: int) -> dict[str, float]:
             progress.step(f"round {number + 1} of {args.rounds}, {variant}")
             if variant == ALONE:
-                return {**await _traffic(target, model, number, variant, args), "lines/s": 0.0}
-            batch = await _begin(batches, model.name, args)
+                return {**await _traffic(served, number, variant, args), "lines/s": 0.0}
+            batch = await _begin(batches, served.model.name, args)
             try:
                 before, begun = (await batches.get(batch))["request_counts"], time.perf_counter()
-                figures = await _traffic(target, model, number, variant, args)
+                figures = await _traffic(served, number, variant, args)
                 after = await batches.get(batch)
                 if after["status"] != "in_progress":
                     raise BenchError(f"the batch is {after['status']} too early: more --lines")
@@ -87,27 +79,22 @@ async def run(
 
 
 async def _traffic(
-    target: GrpcTarget, model: ServedModel, number: int, variant: str, args: argparse.Namespace
+    served: Serving, number: int, variant: str, args: argparse.Namespace
 ) -> dict[str, float]:
     # The same moments in both variants of a round, but no prompt that a prefix cache has.
     moments, chance = random.Random(number), random.Random(f"{number}/{variant}")
 
-    async def send(at_s: float, request: Request) -> float | None:
+    async def send(at_s: float, prompt: Sequence[int]) -> float | None:
         """Return the milliseconds to the first token, None if the request failed."""
         await asyncio.sleep(at_s)
-        begun, first = time.perf_counter(), None
         try:
-            async for piece in target.stream(request):
-                if first is None and piece.tokens:
-                    first = (time.perf_counter() - begun) * 1e3
+            return (await served.ask(prompt, args.tokens))[0][0]
         except TargetError:
             return None
-        return first
 
     sent, at_s = [], 0.0
     for _ in range(args.requests):
-        prompt = [chance.randrange(16, model.vocab_size or 1000) for _ in range(args.prompt)]
-        sent.append(send(at_s, target.prepare(model, "", prompt, exactly(args.tokens))))
+        sent.append(send(at_s, served.prompt(chance, args.prompt)))
         at_s += moments.expovariate(args.rate)
     times = await asyncio.gather(*sent)
     ttfts = [x for x in times if x is not None]

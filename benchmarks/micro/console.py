@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from benchmarks.client import GrpcTarget, exactly
 from benchmarks.errors import TargetError
-from benchmarks.service import Service, processor_s
+from benchmarks.micro.serving import serving
+from benchmarks.service import processor_s
 from benchmarks.stats import alternate
 
 if TYPE_CHECKING:
@@ -61,27 +61,18 @@ async def run(
     async with AsyncExitStack() as ending:
         name = ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-"))
         engine_args = {"step_s": STEP_S, "max_num_seqs": 2 * args.streams // half}
-        config = {
-            "router": {"http_port": 0, "grpc_port": 0, "slo": {"reject_factor": 0.0}},
-            "worker": {"engine": "fake", "engine_args": engine_args},
-            "up": {"prefill": {"workers": half}, "decode": {"workers": half}},
-        }
+        worker = {"engine": "fake", "engine_args": engine_args}
+        up = {"prefill": {"workers": half}, "decode": {"workers": half}}
         progress.step(f"starting {args.workers} workers")
-        service = Service(f"{half}P{half}D", config, Path(name))
-        ending.push_async_callback(service.stop)
-        await service.start()
-        router = service.ready["routers"][0]
-        target = GrpcTarget(service.ready["grpc"])
-        ending.push_async_callback(target.aclose)
-        model = await target.model()
+        starting = serving(f"{half}P{half}D", Path(name), worker, up)
+        served = await ending.enter_async_context(starting)
+        router = served.ready["routers"][0]
 
         async def keep_asking(number: int) -> None:
             while True:
                 prompt = [16 + (number * 7 + i) % 64 for i in range(64 + number % 512)]
-                request = target.prepare(model, "", prompt, exactly(20 + number % 100))
                 with suppress(TargetError):
-                    async for _ in target.stream(request):
-                        pass
+                    await served.ask(prompt, 20 + number % 100)
 
         async def measure(variant: str, number: int) -> dict[str, float]:
             progress.step(f"round {number + 1} of {args.rounds}, {variant}")

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
-from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.client import GrpcTarget, exactly
 from benchmarks.errors import BenchError, TargetError
+from benchmarks.micro.serving import serving
 from benchmarks.micro.unloaded import make_model
-from benchmarks.service import Service
 
 if TYPE_CHECKING:
     import argparse
@@ -50,7 +47,7 @@ async def run(
     return rows, []
 
 
-def _config(variant: str, model: str, folder: Path) -> dict[str, Any]:
+def _worker(variant: str, model: str, folder: Path) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
     if variant != "no tiers":
         held = 2 if variant == "disk" else 2 * PROMPTS
@@ -59,42 +56,23 @@ def _config(variant: str, model: str, folder: Path) -> dict[str, Any]:
         tiers["disk_path"] = str(folder / "tier")
         tiers["disk_gib"] = 2 * PROMPTS * PROMPT_BYTES / 2**30
     engine = {"kv_cache_memory_bytes": PROMPTS * PROMPT_BYTES // 2}
-    return {
-        "router": {"http_port": 0, "grpc_port": 0, "policy": "least_loaded"},
-        "worker": {"model": model, "engine_args": engine, "kv": {"tiers": tiers}},
-        "up": {"cores_per_worker": 1},
-    }
+    return {"model": model, "engine_args": engine, "kv": {"tiers": tiers}}
 
 
 async def _measure(
     variant: str, model: str, folder: Path, passes: int, progress: Progress
 ) -> dict[str, Any]:
-    async with AsyncExitStack() as ending:
-        progress.step(f"starting {variant}")
-        service = Service(variant, _config(variant, model, folder), folder)
-        ending.push_async_callback(service.stop)
-        await service.start()
-        target = GrpcTarget(service.ready["grpc"])
-        ending.push_async_callback(target.aclose)
-        served = await target.model()
-        times = []
+    progress.step(f"starting {variant}")
+    worker, times = _worker(variant, model, folder), []
+    up = {"cores_per_worker": 1}
+    async with serving(variant, folder, worker, up, policy="least_loaded") as served:
         for number in range((passes + 1) * PROMPTS):
             progress.step(f"{variant}, pass {number // PROMPTS} of {passes}")
-            chance = random.Random(number % PROMPTS)
-            ids = [chance.randrange(16, served.vocab_size or 1000) for _ in range(LENGTH)]
-            times.append(await _ttft(target, target.prepare(served, "", ids, exactly(TOKENS))))
-        first, again = median(times[:PROMPTS]), median(times[PROMPTS:])
-        return {"variant": variant, "first pass, ms": first, "ttft_ms": again}
-
-
-async def _ttft(target: GrpcTarget, request: Any) -> float:
-    """Return the milliseconds to the first token, once the answer has ended."""
-    begun, at = time.perf_counter(), []
-    try:
-        async for piece in target.stream(request):
-            at += [(time.perf_counter() - begun) * 1e3] * (piece.tokens or 0)
-    except TargetError as error:
-        raise BenchError(str(error)) from None
-    if len(at) != TOKENS:
-        raise BenchError(f"{len(at)} tokens instead of {TOKENS}")
-    return at[0]
+            prompt = served.prompt(random.Random(number % PROMPTS), LENGTH)
+            try:
+                at_ms, _ = await served.ask(prompt, TOKENS)
+            except TargetError as error:
+                raise BenchError(str(error)) from None
+            times.append(at_ms[0])
+    first, again = median(times[:PROMPTS]), median(times[PROMPTS:])
+    return {"variant": variant, "first pass, ms": first, "ttft_ms": again}

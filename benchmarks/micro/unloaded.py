@@ -12,21 +12,19 @@ import json
 import random
 import shutil
 import tempfile
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.client import GrpcTarget, exactly
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.service import Service
+from benchmarks.micro.serving import serving
 from benchmarks.stats import alternate, compare
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-    from benchmarks.client import ServedModel
+    from benchmarks.micro.serving import Serving
     from benchmarks.progress import Progress
 
 OURS, BASELINE = "1P1D", "1A"
@@ -57,17 +55,20 @@ async def run(
         if not path and args.engine == "vllm":
             progress.step("making a model of 205 million parameters")
             path = str(make_model(directory / "llama-205m"))
-        targets: dict[str, GrpcTarget] = {}
-        for name in WORKERS:
+        engine: dict[str, Any] = {"max_num_seqs": 64}
+        if args.engine == "vllm":
+            engine["kv_cache_memory_bytes"] = args.kv_cache_mib << 20
+        worker = {"model": path or "demo", "engine": args.engine, "engine_args": engine}
+        services: dict[str, Serving] = {}
+        for name, counts in WORKERS.items():
             progress.step(f"starting {name}")
-            service = Service(name, _config(name, path or "demo", args), directory / name)
-            ending.push_async_callback(service.stop)
-            await service.start()
-            targets[name] = GrpcTarget(service.ready["grpc"])
-            ending.push_async_callback(targets[name].aclose)
-        model = await targets[OURS].model()
+            up: dict[str, Any] = {role: {"workers": count} for role, count in counts.items()}
+            up |= {"cores_per_worker": 1}
+            # The policy hands every prompt over.
+            starting = serving(name, directory / name, worker, up, policy="least_loaded")
+            services[name] = await ending.enter_async_context(starting)
         lengths = map(int, args.lengths.split(","))
-        return [await _measure(targets, model, x, args, progress) for x in lengths], []
+        return [await _measure(services, x, args, progress) for x in lengths], []
 
 
 def make_model(folder: Path) -> Path:
@@ -99,45 +100,20 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def _config(name: str, path: str, args: argparse.Namespace) -> dict[str, Any]:
-    engine: dict[str, Any] = {"max_num_seqs": 64}
-    if args.engine == "vllm":
-        engine["kv_cache_memory_bytes"] = args.kv_cache_mib << 20
-    router = {
-        "http_port": 0,
-        "grpc_port": 0,
-        "policy": "least_loaded",  # hands every prompt over
-        "slo": {"reject_factor": 0.0},
-    }
-    worker = {"model": path, "engine": args.engine, "engine_args": engine}
-    up = {role: {"workers": count} for role, count in WORKERS[name].items()}
-    return {"router": router, "worker": worker, "up": {"cores_per_worker": 1, **up}}
-
-
 async def _measure(
-    targets: Mapping[str, GrpcTarget],
-    model: ServedModel,
-    length: int,
-    args: argparse.Namespace,
-    progress: Progress,
+    services: Mapping[str, Serving], length: int, args: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
-    moved = [0.0]
+    moved = 0.0
 
     async def measure(name: str, number: int) -> dict[str, float]:
+        nonlocal moved
         progress.step(f"{length} tokens, round {number + 1} of {args.rounds}, {name}")
-        chance = random.Random(f"{length}/{number}")
-        prompt = [chance.randrange(16, model.vocab_size or 1000) for _ in range(length)]
-        request = targets[name].prepare(model, "", prompt, exactly(args.tokens))
-        begun, at = time.perf_counter(), []
+        prompt = services[name].prompt(random.Random(f"{length}/{number}"), length)
         try:
-            async for piece in targets[name].stream(request):
-                at += [(time.perf_counter() - begun) * 1e3] * (piece.tokens or 0)
-                if piece.receipt is not None and name == OURS:
-                    moved.append(float(piece.receipt["transfer_bytes"]))
+            at, receipt = await services[name].ask(prompt, args.tokens)
         except TargetError as error:
             raise BenchError(f"{name}: {error}") from None
-        if len(at) != args.tokens:
-            raise BenchError(f"{name}: {len(at)} tokens instead of {args.tokens}")
+        moved = max(moved, float(receipt["transfer_bytes"]))
         return {
             "ttft_ms": at[0],
             "tt2t_ms": at[1] - at[0],
@@ -152,5 +128,5 @@ async def _measure(
         found = compare([{n: x[n][metric] for n in WORKERS} for x in rounds], BASELINE)
         row |= {f"{metric} {name}": found[name][0] for name in WORKERS}
         row[f"{metric} ratio"] = found[OURS][1]
-    row["kv_mib"] = moved[-1] / 2**20
+    row["kv_mib"] = moved / 2**20
     return row
