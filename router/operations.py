@@ -105,18 +105,12 @@ async def drain(
         request = w.DrainRequest(timeout_s=timeout_s, stop=stop)
         call = stub.Drain(request, timeout=timeout_s + MOVE_AND_FREE_S, metadata=metadata)
         asking = asyncio.ensure_future(call)
-        began_draining = False
         try:
             while not (await asyncio.wait({asking}, timeout=PERIOD_S))[0]:
                 status = await stub.GetStatus(
                     w.GetStatusRequest(), timeout=RPC_TIMEOUT_S, metadata=metadata
                 )
-                # A busy worker answers this before it takes up the call.
-                began_draining |= status.draining
-                taken_back = began_draining and not status.draining
-                yield progress(status.open_streams, status.ledger, done=taken_back)
-                if taken_back:
-                    return
+                yield progress(status.open_streams, status.ledger)
             reply = asking.result()
         finally:
             call.cancel()

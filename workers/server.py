@@ -197,7 +197,7 @@ class WorkerServer(WorkerServicer):
         self._is_out = True
         await self._report_health()
         drained, moved = await self.service.drain(timeout_s)
-        if not drained:
+        if not drained and self.service.is_draining:
             logger.warning(
                 "not drained after %g s: %d streams, ledger %s",
                 timeout_s,

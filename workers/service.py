@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -147,8 +148,8 @@ class WorkerService:
         self._is_draining = draining
         self._is_announcing = False
         self._is_closing = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._drain_may_end = asyncio.Event()  # no stream is open, or the drain was taken back
+        self._drain_may_end.set()
 
     async def start(self) -> EngineInfo:
         """Start the engine. Raises what that raises."""
@@ -265,7 +266,6 @@ class WorkerService:
         self._streams[stream_id] = stream
         session.streams.add(stream_id)
         self._engine.busy.open(stream_id)
-        self._idle.clear()
         try:
             self._engine.submit(work)
         except Exception:
@@ -383,7 +383,7 @@ class WorkerService:
             _end_span(stream.span, last)
         stream.session.streams.discard(stream_id)
         if not self._streams:
-            self._idle.set()
+            self._drain_may_end.set()
 
     # LoRA adapters.
 
@@ -422,7 +422,8 @@ class WorkerService:
     # Drain and role.
 
     async def drain(self, timeout_s: float) -> tuple[bool, int]:
-        """Take no new requests and empty the worker: see `_empty`."""
+        """Take no new requests and empty the worker: see `_empty`. Ends when `end_drain` is called
+        meanwhile."""
         was_open, self._is_draining = not self.is_draining, True
         return await self._empty(timeout_s, "this worker is draining", announce=was_open)
 
@@ -432,6 +433,7 @@ class WorkerService:
         if self._is_closing or self.failed.done():
             raise Unavailable("this worker is stopping")
         self._is_draining = False
+        self._drain_may_end.set()
         await self._routers.renewed()
 
     async def change_role(self, role: Role, drain_timeout_s: float) -> int:
@@ -508,18 +510,18 @@ class WorkerService:
                 self._is_announcing = False
         if await self._is_empty_by(until):
             return True, self._exported - before
-        if not self.is_draining:  # the drain was ended meanwhile
-            return False, 0
         moved = self._exported - before + self.open_streams
         until = now() + MOVE_S
         self.is_moving = True
         try:
-            while now() < until:
+            while self.is_draining and now() < until:
                 self._routers.renew()
                 if await self._is_empty_by(now() + _MOVE_PERIOD_S):
                     return True, moved
         finally:
             self.is_moving = False
+        if not self.is_draining:
+            return False, 0
         for stream in list(self._streams.values()):
             self._refuse(stream.session, stream.router_stream_id, Unavailable(reason))
         while self._held:
@@ -527,14 +529,16 @@ class WorkerService:
         return await self._is_empty_by(now() + UNPIN_S), moved
 
     async def _is_empty_by(self, until: float) -> bool:
-        try:
+        """Wait until no stream is open and no block is pinned, and return whether this is so. A
+        drain that is taken back is not waited for."""
+        with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                while not (self._idle.is_set() and self.ledger().is_empty):
-                    await self._idle.wait()
+                while self.is_draining and (self._streams or not self.ledger().is_empty):
+                    if self._streams:
+                        self._drain_may_end.clear()
+                    await self._drain_may_end.wait()
                     await asyncio.sleep(_LEDGER_POLL_S)
-        except TimeoutError:
-            return not self._streams and self.ledger().is_empty
-        return True
+        return self.is_draining and not self._streams and self.ledger().is_empty
 
     def close_sessions(self) -> None:
         """Close every session once what is queued for it is sent, and accept no new one."""

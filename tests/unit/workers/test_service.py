@@ -286,6 +286,22 @@ class TestStatusAndDrain:
             await server.undrain()
             assert not (await router.status()).draining
 
+    @pytest.mark.parametrize("timeout_s", [WAIT_S, 0.0], ids=["waits", "moves"])
+    async def test_a_drain_that_is_taken_back_ends_at_once(
+        self, timeout_s: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(service, "MOVE_S", WAIT_S)
+        async with a_worker() as server, RouterSide(server) as router:
+            await router.begin(1)
+            drain = asyncio.create_task(router.drain(timeout_s))
+            worker = server.service
+            async with asyncio.timeout(WAIT_S):
+                while not worker.is_draining or worker.is_moving == bool(timeout_s):
+                    await router.status()
+            await server.undrain()
+            assert not (await drain).drained
+            await router.cancel(1)
+
     async def test_a_drain_time_that_makes_no_sense_is_refused(self) -> None:
         async with a_worker() as server, RouterSide(server) as router:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
