@@ -254,7 +254,7 @@ class EngineProcess:
 
     async def kv_state(self) -> KvState | None:
         """The KV plane, as each process that runs the model was last seen."""
-        value: KvState | None = await self._ask("kv", 30.0)
+        value: KvState | None = await self._ask("kv", WAIT_S)
         return value
 
     async def cached_blocks(self) -> set[int]:
