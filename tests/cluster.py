@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from pdserve import rpc
 from pdserve.client import Client
-from pdserve.config import HealthConfig, KvConfig, RouterConfig, SloConfig, WorkerConfig
+from pdserve.config import HealthConfig, KvConfig, RouterConfig, WorkerConfig
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from pdserve.types import FinishReason, Receipt, Usage
     from workers.fake.settings import FakeFaults
 
-# Nobody is refused because the machine is slow.
-NOBODY_LATE = SloConfig(reject_factor=0.0)
 # No test waits for the end of a lease; one that a pause of the machine cannot outlast.
 LEASE_S = 60.0
 _LOOK_S = 0.01
@@ -104,7 +102,6 @@ class Cluster:
             # The default learns: which way a request goes would hang on what was asked before.
             "policy": "least_loaded",
             "health": HealthConfig(stall_s=LEASE_S),
-            "slo": NOBODY_LATE,
             **(router or {}),
         }
         self._worker_values = worker or {}

@@ -62,8 +62,6 @@ class UpProcess:
         options = ["--ready-file", str(self.ready_path), "--run-dir", str(directory / "run")]
         options += ["--set", f"router.lease_s={LEASE_S}"]
         options += ["--set", f"router.health.stall_s={LEASE_S}"]
-        # Nobody is refused because the machine is slow.
-        options += ["--set", "router.slo.reject_factor=0"]
         words = ["-m", "pdserve", command, *options, *args]
         if terminal:
             self._terminal, stdin = os.openpty()

@@ -36,7 +36,6 @@ _CONFIG: Final[Mapping[str, Any]] = {
     "router.health.eject_s": 1.0,
     "router.stop_grace_s": 5.0,
     "router.request_timeout_s": 120.0,
-    "router.slo.reject_factor": 0.0,
     "worker.drain_timeout_s": 10.0,
     "worker.kv.lease_s": 8.0,
     "up.max_restarts": 100000,

@@ -227,7 +227,6 @@ def _config(step_s: float, most: int) -> dict[str, Any]:
         "grpc_port": 0,
         "max_running_requests": most,
         "max_queued_requests": max(1024, most),
-        "slo": {"reject_factor": 0.0},
     }
     return {"router": router, "worker": {"engine": "fake", "engine_args": engine}, "up": {}}
 

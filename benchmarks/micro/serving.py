@@ -50,9 +50,9 @@ class Serving:
 async def serving(
     name: str, folder: Path, worker: Mapping[str, Any], up: Mapping[str, Any], **router: Any
 ) -> AsyncIterator[Serving]:
-    """Run a service that refuses no request for being late; the other arguments are sections of its
-    configuration. Raises BenchError if it does not start."""
-    free = {"http_port": 0, "grpc_port": 0, "slo": {"reject_factor": 0.0}}
+    """Run a service; the other arguments are sections of its configuration. Raises BenchError if it
+    does not start."""
+    free = {"http_port": 0, "grpc_port": 0}
     service = Service(name, {"router": free | router, "worker": worker, "up": up}, folder)
     async with AsyncExitStack() as ending:
         ending.push_async_callback(service.stop)

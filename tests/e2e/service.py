@@ -51,7 +51,6 @@ class Service:
     async def start(config: RouterConfig, model: Path) -> AsyncIterator[Service]:
         """The router alone; ends all workers that were added."""
         async with AsyncExitStack() as stack:
-            # However slow the machine is, nobody is refused for it.
             router = RouterServer(config)
             addresses = await router.start()
             stack.push_async_callback(router.stop)

@@ -24,7 +24,7 @@ AHEAD, SHORT = TraceRequest(50.0, 3000, 1), TraceRequest(50.05, 300, 9)
 
 def served(*rows: TraceRequest) -> list[RequestRecord]:
     """Serve requests, given in order, with one prefill and one decode worker."""
-    config = load_config(None, {"router.policy": "slo_aware", "router.slo.reject_factor": 0})
+    config = load_config(None, {"router.policy": "slo_aware"})
     setup = Setup(
         prefill=1,
         decode=1,

@@ -26,7 +26,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 from router.main import RouterServer
-from tests.cluster import LEASE_S, NOBODY_LATE, WAIT_S, Cluster
+from tests.cluster import LEASE_S, WAIT_S, Cluster
 from tests.integration.test_cluster import LONG, PLAIN, PROMPT
 from tests.integration.test_drain import restart
 from tests.integration.test_role_changes import under_load
@@ -154,7 +154,7 @@ async def test_a_killed_router_costs_its_streams_a_pause() -> None:
 
 async def test_routers_and_workers_are_restarted_under_load_and_no_request_fails() -> None:
     values: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "lease_s": LEASE_S}
-    values |= {"stop_grace_s": 0.0, "slo": NOBODY_LATE}
+    values["stop_grace_s"] = 0.0
     other = RouterServer(RouterConfig(**values))
     address = (await other.start()).grpc
     values["grpc_port"] = int(address.rpartition(":")[2])
