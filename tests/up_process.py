@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import psutil
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 # A router must not lose a worker that a busy machine has only stopped for a moment; and a router
 # that is started again waits a third of this for its workers to notice.
@@ -48,11 +49,47 @@ def run_cli(
     )
 
 
+def run(
+    *command: object,
+    within_s: float = WAIT_S,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """Run a program to its good end and return what it prints."""
+    words = [str(word) for word in command]
+    ended = subprocess.run(
+        words,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-8000:]
+    return ended.stdout
+
+
+def copy_sources(into: Path) -> None:
+    """Copy the files of this checkout that git does not ignore."""
+    listed = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard")
+    for name in filter(lambda x: (ROOT / x).is_file(), listed.splitlines()):
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, into / name)
+
+
 class UpProcess:
     """Owns the process and whatever it started; `close` leaves none of them."""
 
     def __init__(
-        self, directory: Path, *args: str, terminal: bool = False, command: str = "up"
+        self,
+        directory: Path,
+        *args: str,
+        terminal: bool = False,
+        command: str = "up",
+        python: str = sys.executable,
+        cwd: Path = ROOT,
     ) -> None:
         self.ready_path = directory / "ready.json"
         self._heard = threading.Condition()
@@ -69,8 +106,8 @@ class UpProcess:
         else:
             self._terminal, stdin = -1, subprocess.DEVNULL
         self.process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=ROOT,
+            [python, *words],
+            cwd=cwd,
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collecte
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as collecting
 
 from tests.patience import WAIT_S
-from tests.up_process import ROOT, up
+from tests.up_process import ROOT, run, up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,7 +144,4 @@ def _error_type(span: Any) -> str:
 
 def test_a_router_without_an_endpoint_imports_no_telemetry() -> None:
     code = "import sys, router.main; print([m for m in sys.modules if 'opentelemetry' in m])"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.strip() == "[]"
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"

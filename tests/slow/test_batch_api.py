@@ -48,7 +48,6 @@ def wait_for(client: openai.OpenAI, batch_id: str, *, completed: int) -> Any:
     pytest.fail(f"{batch}")
 
 
-@pytest.mark.slow
 def test_a_killed_router_loses_no_line_and_writes_none_twice(tmp_path: Path) -> None:
     slow = ("--set", "worker.engine_args={step_s: 0.02}", "--set", "router.lease_s=20")
     with up(tmp_path, "--routers", "2", *slow) as running:

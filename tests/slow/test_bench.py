@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.patience import START_S
-from tests.up_process import ROOT, run_cli, up
+from tests.up_process import ROOT, run, run_cli, up
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,11 +157,7 @@ def test_a_micro_benchmark_prints_rows(
     name: str, options: tuple[str, ...], fields: set[str]
 ) -> None:
     words = [sys.executable, "-m", "benchmarks.micro", name, "--rounds", "1", "--json", *options]
-    done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+    rows = json.loads(run(*words, within_s=START_S, cwd=ROOT))["rows"]
     assert rows
     assert fields <= set(rows[0])
 

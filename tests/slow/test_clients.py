@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from tokenizers import Tokenizer
 
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
-from tests.up_process import ROOT, up
+from tests.up_process import ROOT, run, up
 from workers.fake import model as fake_model
 
 if TYPE_CHECKING:
@@ -56,21 +55,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.wait_until_serving()["http"]
 
 
-def run(*words: str, cwd: Path | None = None, env: dict[str, str] = ENV) -> None:
-    done = subprocess.run(
-        words,
-        cwd=cwd,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
 @needs((PYTHON.parents[1] / "installed").exists())
 @pytest.mark.parametrize(
     "client",
@@ -87,10 +71,9 @@ def run(*words: str, cwd: Path | None = None, env: dict[str, str] = ENV) -> None
     ],
 )
 def test_python_client(client: str, url: str) -> None:
-    run(str(PYTHON), str(CLIENTS / "clients.py"), client, url, MODEL)
+    run(PYTHON, CLIENTS / "clients.py", client, url, MODEL, env=ENV)
 
 
-@pytest.mark.slow
 def test_vllms_own_benchmark(url: str) -> None:
     # `vllm bench serve` without its command line, which the CPU build's package does not start.
     code = """
@@ -105,10 +88,9 @@ assert result["completed"] == 8 and result["failed"] == 0, result
     lengths = ["--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "8"]
     tokenizer = ["--tokenizer", str(DEMO)]
     options = ["--base-url", url, "--dataset-name", "random", *lengths, *tokenizer]
-    run(sys.executable, "-c", code, *options, MODEL)
+    run(sys.executable, "-c", code, *options, MODEL, env=ENV)
 
 
-@pytest.mark.slow
 @needs((LOAD_CLIENTS / "installed").exists())
 def test_guidellm(url: str, tmp_path: Path) -> None:
     options = ["--backend", f"kind=openai_http,target={url}"]
@@ -116,13 +98,12 @@ def test_guidellm(url: str, tmp_path: Path) -> None:
     options += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"]
     options += ["--tokenizer", f"kind=huggingface_auto,model={DEMO}"]
     options += ["--constraint", "kind=max_requests,count=16", "--disable-console"]
-    run(str(LOAD_CLIENTS / "bin" / "guidellm"), "run", *options, cwd=tmp_path)
+    run(LOAD_CLIENTS / "bin" / "guidellm", "run", *options, cwd=tmp_path, env=ENV)
     (benchmark,) = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert totals == {"successful": 16, "errored": 0, "incomplete": 0, "total": 16}
 
 
-@pytest.mark.slow
 @needs((LOAD_CLIENTS / "installed").exists())
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "responses", "messages"])
 def test_aiperf(endpoint: str, url: str, tmp_path: Path) -> None:
@@ -135,19 +116,18 @@ def test_aiperf(endpoint: str, url: str, tmp_path: Path) -> None:
         options += ["--extra-inputs", "min_tokens:16"]
     # It takes a tokenizer's directory for a name on the hub if it is told to be offline.
     online = {key: value for key, value in ENV.items() if key != "HF_HUB_OFFLINE"}
-    run(str(LOAD_CLIENTS / "bin" / "aiperf"), "profile", *options, env=online)
+    run(LOAD_CLIENTS / "bin" / "aiperf", "profile", *options, env=online)
     (found,) = tmp_path.rglob("profile_export_aiperf.json")
     result = json.loads(found.read_text())
     assert result["request_count"]["avg"] == 16
     assert result["error_summary"] == []
 
 
-@pytest.mark.slow
 @needs(NODE, (CLIENTS / "node_modules").exists())
 @pytest.mark.parametrize("client", ["openai", "ai_sdk_openai", "ai_sdk_compatible"])
 def test_node_client(client: str, url: str) -> None:
     assert NODE is not None
-    run(NODE, str(CLIENTS / "clients.mjs"), client, url, MODEL)
+    run(NODE, CLIENTS / "clients.mjs", client, url, MODEL, env=ENV)
 
 
 def script(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
@@ -174,7 +154,6 @@ def script(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
         monkeypatch.setattr(fake_model, replacement.__name__, replacement)
 
 
-@pytest.mark.slow
 @needs(NODE, CODEX.exists())
 async def test_a_turn_of_codex_runs_the_command_that_the_model_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -249,7 +228,6 @@ def bfcl_functions() -> Iterator[tuple[str, dict[str, Any]]]:
             yield row["question"][0][-1]["content"], row["function"][-1]
 
 
-@pytest.mark.slow
 @needs((PYTHON.parents[1] / "installed").exists())
 def test_a_forced_call_of_a_function_of_bfcl_follows_its_schema(url: str) -> None:
     client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 playwright = pytest.importorskip("playwright.async_api", reason="needs the package playwright")
 axe = pytest.importorskip("axe_playwright_python.async_playwright", reason="needs the package axe")
 CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium"),
-    pytest.mark.timeout(START_S + 6 * WAIT_S),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
 expect = playwright.expect
 expect.set_options(timeout=WAIT_S * 1000)
 

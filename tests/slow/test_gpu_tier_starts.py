@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.patience import START_S
+from tests.up_process import ROOT, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # A module that is None in sys.modules cannot be imported.
 ABSENT = """import sys
@@ -18,7 +23,6 @@ def test_the_gpu_tests_start_without_vllm_and_say_what_they_skip(tmp_path: Path)
     own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, **own, "PYTHONPATH": str(tmp_path)}
     command = ["make", "test-gpu", f"VENV={tmp_path}/none", f"PYTHON={sys.executable}"]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, stdout=-1, timeout=300, check=True)
-    assert b"torch finds no CUDA GPU" in done.stdout
-    assert b"could not import 'pytest_asyncio'" in done.stdout
+    told = run(*command, cwd=ROOT, env=environment, within_s=START_S)
+    assert "torch finds no CUDA GPU" in told
+    assert "could not import 'pytest_asyncio'" in told

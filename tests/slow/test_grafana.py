@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
 import jsonschema_rs
 import pytest
 
 from tests.dashboards import generate
-from tests.patience import WAIT_S
-from tests.up_process import ROOT
+from tests.up_process import ROOT, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,16 +20,13 @@ TO_SCHEMA = PACKAGES / ".bin" / "ts-json-schema-generator"
 TYPES = PACKAGES / "@grafana" / "schema" / "dist" / "types" / "index.d.ts"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("node") is None or not TO_SCHEMA.exists(),
     reason="needs Node, and the packages that `make test-tools` installs",
 )
 def test_grafana_takes_the_dashboards(tmp_path: Path) -> None:
     words = ["--path", TYPES, "--type", "Dashboard", "--expose", "none", "--no-type-check"]
-    subprocess.run(
-        [TO_SCHEMA, *words, "--out", tmp_path / "schema.json"], check=True, timeout=WAIT_S
-    )
+    run(TO_SCHEMA, *words, "--out", tmp_path / "schema.json")
     schema = jsonschema_rs.validator_for(json.loads((tmp_path / "schema.json").read_text()))
     for name in generate.DASHBOARDS:
         found = json.loads(generate.as_dashboard(name))

@@ -9,18 +9,17 @@ import re
 import shutil
 import subprocess
 import urllib.request
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.patience import WAIT_S
+from tests.up_process import copy_sources, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-pytestmark = pytest.mark.timeout(1800)
-ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 900
 ALONE = ("unshare", "--mount")  # the mounts of a command are gone when it ends
 PACKAGES = "ca-certificates,python3,python3-pip,python3-venv"
@@ -51,12 +50,7 @@ class Image:
         self._buildah("add", container, base, "/")
         self._buildah("commit", container, "localhost/python")
         sources = self._folder / "sources"
-        listed = self._run(
-            "git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard"
-        )
-        for name in filter(lambda x: (ROOT / x).is_file(), listed.splitlines()):
-            (sources / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, sources / name)
+        copy_sources(sources)
         self._buildah(
             *("bud", "--isolation=chroot", "--network=host", "--target=router"),
             # The certificates that pip trusts, and the base, are those of this machine.
@@ -81,15 +75,7 @@ class Image:
         return self._run("buildah", *self._storage, *args).strip()
 
     def _run(self, *command: object) -> str:
-        ended = subprocess.run(
-            [*ALONE, *map(str, command)],
-            capture_output=True,
-            text=True,
-            timeout=BUILD_S,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-        return ended.stdout
+        return run(*ALONE, *command, within_s=BUILD_S)
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.up_process import ROOT, run
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1800.0
 
 
@@ -66,12 +67,6 @@ def test_what_holds_for_the_tested_vllm_holds_for_the_newest_allowed(
     environment: dict[str, str],
 ) -> None:
     version = "import vllm, vllm.version as v; print(vllm.__file__, v.__version__)"
-    told = subprocess.run(
-        [sys.executable, "-c", version], env=environment, stdout=-1, text=True, check=True
-    ).stdout
-    assert environment["PYTHONPATH"] in told
-    pytest_ = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/e2e"]
-    done = subprocess.run(
-        pytest_, cwd=ROOT, env=environment, stdout=-1, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    assert environment["PYTHONPATH"] in run(sys.executable, "-c", version, env=environment)
+    words = ("-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "tests/e2e")
+    run(sys.executable, *words, within_s=LIMIT_S, cwd=ROOT, env=environment)

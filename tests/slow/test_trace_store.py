@@ -22,13 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which("phoenix") is None,
-        reason="needs the command phoenix of arize-phoenix, in an environment of its own",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    shutil.which("phoenix") is None,
+    reason="needs the command phoenix of arize-phoenix, in an environment of its own",
+)
 
 
 def spans_at(web: str) -> list[dict[str, Any]]:
@@ -72,7 +69,6 @@ def phoenix(tmp_path: Path) -> Iterator[tuple[str, str]]:
         store.wait(WAIT_S)
 
 
-@pytest.mark.timeout(2 * START_S + 2 * WAIT_S)
 def test_a_request_is_one_trace_over_three_processes(
     tmp_path: Path, phoenix: tuple[str, str]
 ) -> None:

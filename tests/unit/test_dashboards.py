@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 
 import pytest
 
 from tests.dashboards import FOLDER, generate
+from tests.up_process import run
 
 
 def test_the_files_are_what_the_tables_make() -> None:
@@ -24,6 +24,4 @@ def test_a_metric_that_is_not_in_the_table_is_refused() -> None:
 def test_each_alert_fires_in_its_case_and_not_beside_it() -> None:
     for command in ("check", "test"):
         name = "rules.yaml" if command == "check" else "rules_test.yaml"
-        words = ["promtool", command, "rules", name]
-        done = subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run("promtool", command, "rules", name, cwd=FOLDER)

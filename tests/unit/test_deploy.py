@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from pdserve.cli.options import config_from
 from pdserve.config import MOVE_S, UNPIN_S, Config
 from pdserve.metrics import METRICS
 from tests.kubernetes_api import rights_of
+from tests.up_process import ROOT, run
 
 schemas = pytest.importorskip("kubernetes_validate.utils")
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy/kubernetes"
+DEPLOY = ROOT / "deploy/kubernetes"
 CONFIG = DEPLOY / "base/pdserve.yaml"
 # Kustomize's own files, our configuration, and resources that the schemas do not know: those of the
 # Prometheus operator, cert-manager, KEDA and the Gateway API, which tests look at by structure.
@@ -135,9 +135,8 @@ def test_pods_have_no_rights(name: str) -> None:
 def render(folder: Path) -> Found:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
-    command = ["kubectl", "kustomize", folder]
-    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    return {(x["kind"], x["metadata"]["name"]): x for x in yaml.safe_load_all(found)}
+    objects = yaml.safe_load_all(run("kubectl", "kustomize", folder))
+    return {(x["kind"], x["metadata"]["name"]): x for x in objects}
 
 
 def pod_of(found: Found, role: str) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,8 +13,11 @@ from pdserve.cli import build_parser, main
 from pdserve.cli.options import api_key_from, config_from
 from pdserve.config import all_keys
 from pdserve.security.keys import hash_key
+from tests.up_process import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[3]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 COMMANDS = (
     *(
         "serve",
@@ -74,10 +76,7 @@ def test_help_needs_none_of_the_heavy_packages() -> None:
         "import sys; from pdserve.cli import build_parser; build_parser(); "
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.strip() == "[]"
+    assert run(sys.executable, "-c", code, cwd=ROOT).strip() == "[]"
 
 
 def test_options_lie_over_set_and_both_over_the_file(tmp_path: Path) -> None:
