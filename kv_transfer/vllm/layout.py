@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 _UNSUPPORTED_MODELS = ("deepseek_v41", "glm5_next", "qwen4_exp")
 # Methods of speculation whose drafts have no KV.
 _WITHOUT_DRAFT_KV = ("ngram", "suffix")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_SAMPLES, _SAMPLE_BYTES = 128, 1024  # of each file
 # Ways to split KV that protocol/plan.py does not know.
 _UNSUPPORTED_SPLITS = (
     "pipeline_parallel_size",
@@ -260,6 +265,7 @@ def describe(
         "vllm": str(vllm.__version__),
         "model": _model_identity(config),
         "revision": str(config.model_config.revision or "local"),
+        "weights": weights_digest(str(config.model_config.model)),
         "speculative": _speculative(config),
         "groups": str(len(groups)),
     }
@@ -305,8 +311,30 @@ def _speculative(config: VllmConfig) -> str:
     speculative = config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_DRAFT_KV:
         return "no"
-    draft = getattr(speculative.draft_model_config, "model", None)
-    return f"{speculative.method} {str(draft).rstrip('/').rsplit('/', 1)[-1]}"
+    draft = str(getattr(speculative.draft_model_config, "model", None))
+    return f"{speculative.method} {_last_name(draft)}, weights {weights_digest(draft)}"
+
+
+def _last_name(model: str) -> str:
+    return model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def weights_digest(model: str) -> str:
+    """Return a digest of samples from all files of weights, "" for a model that is no directory.
+
+    Checkpoints of hundreds of gigabytes are not read whole at each start: training changes most of
+    the weights, so samples differ.
+    """
+    digest, directory = hashlib.sha256(), Path(model)
+    if not directory.is_dir():
+        return ""
+    for path in sorted(x for x in directory.iterdir() if x.suffix in _WEIGHTS):
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {size} ".encode())
+            for offset in range(0, size, max(size // _SAMPLES, _SAMPLE_BYTES)):
+                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, offset))
+    return digest.hexdigest()[:16]
 
 
 def _model_identity(config: VllmConfig) -> str:
@@ -318,6 +346,4 @@ def _model_identity(config: VllmConfig) -> str:
         text.num_attention_heads,
         model.get_vocab_size(),
     )
-    # The weights are not read: equal names and revisions are taken for equal weights.
-    name = str(model.model).rstrip("/").rsplit("/", 1)[-1]
-    return f"{name}:{'x'.join(str(n) for n in shape)}"
+    return f"{_last_name(str(model.model))}:{'x'.join(str(n) for n in shape)}"

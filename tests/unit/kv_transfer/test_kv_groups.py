@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,9 +16,12 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.layout import GroupKind, KvGroup
-from kv_transfer.vllm.layout import check_model, groups_of
+from kv_transfer.vllm.layout import check_model, groups_of, weights_digest
 from kv_transfer.vllm.scheduler import SchedulerHalf
 from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 STATE = {"shapes": ((4, 8),), "dtypes": (torch.float32,)}
@@ -109,3 +112,18 @@ def test_vllms_own_names_load_nothing_where_the_last_token_needs_a_block_more(
     )
     half.on_new_request(request)
     assert half.matched_tokens(request, 0)[0] == matched
+
+
+def test_equal_weights_have_one_digest_and_trained_ones_another(tmp_path: Path) -> None:
+    digests = []
+    for name, value in (("here", 1), ("there", 1), ("tuned", 2)):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(bytes([value]) * 300_000)
+        (directory / "config.json").write_text(name)
+        digests.append(weights_digest(str(directory)))
+    here, there, tuned = digests
+    assert here == there != tuned
+    (tmp_path / "here" / "model.safetensors").write_bytes(b"\1" * 300_001)
+    assert weights_digest(str(tmp_path / "here")) not in digests
+    assert weights_digest("org/name") == ""
