@@ -19,7 +19,8 @@ def register(commands: Subparsers) -> None:
     scale = add_command(
         *(commands, "scale", _scale, "change how many workers a service on a cluster has"),
         "Change how many workers roles have: `pdserve scale --on ray decode=4`. New workers are "
-        "started; those that go are drained, and no request is lost. Returns at once.",
+        "started; those that go are drained, and no request is lost. Of several models, a role has "
+        "the model's name beside it: decode-NAME=4. Returns at once.",
     )
     scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="workers of a role")
     down = add_command(*(commands, "down", _down, "drain and end a service on a cluster"))
@@ -121,8 +122,11 @@ def show_status(args: argparse.Namespace) -> int:
     title, caption = "processes on Ray", found["failure"]
     if found["upgrading"]:
         title += ", upgrade under way"
+    if found["at_zero"]:
+        caption += f"\nno worker until it is asked for: {', '.join(found['at_zero'])}"
     if found["refused"]:
-        caption = f"the last upgrade was undone: {found['refused']}\n{caption}".rstrip()
+        caption = f"the last upgrade was undone: {found['refused']}\n{caption}"
+    caption = caption.strip()
     console = open_console()
     console.print(
         table_of(

@@ -51,6 +51,11 @@ worker:
   engine_args: {step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005, max_num_seqs: 8}
   drain_timeout_s: 1
 """
+MODELS = {
+    "up.routers": 2,
+    "up.models": [{"model_names": [x]} for x in "ab"],
+    "up.scaling.to_zero_after_s": 4,
+}
 RAY, STATUS = "ray.scripts.scripts", ("pdserve", "status", "--on=ray", "--json")
 KEEPS = {"RAY_gcs_storage": "rocksdb"}
 # Ray finds out within seconds that a node is gone; by default it takes longer.
@@ -80,6 +85,8 @@ class RayCluster:
         self._hosts: dict[int, subprocess.Popen[bytes]] = {}
         self._asked = 0
         (directory / "job").mkdir()
+        # The pools of each model have their own keys.
+        (directory / "two.yaml").write_text("\n".join(CONFIG.splitlines()[1:]))
         for path in (directory / "service.yaml", directory / "job" / "service.yaml"):
             path.write_text(CONFIG)
 
@@ -202,9 +209,9 @@ class RayCluster:
         return await self.until_workers(decode)
 
     @asynccontextmanager
-    async def answers(self, count: int = 8) -> AsyncIterator[None]:
-        """So many answers are open while the body runs, one after the other, at a client that has
-        the addresses of both routers. All are complete and right."""
+    async def answers(self, count: int = 8, of: str = "pdserve-demo") -> AsyncIterator[None]:
+        """So many answers of a model are open while the body runs, one after the other, at a client
+        that has the addresses of both routers. All are complete and right."""
         found = await self.until(lambda _: True)
         hosts = {self._at(host): host for host in NODES}
         begun, stopped = [asyncio.Event() for _ in range(count)], asyncio.Event()
@@ -216,12 +223,12 @@ class RayCluster:
                 for name, port in GRPC.items()
             ]
             client = await stack.enter_async_context(Client(addresses))
-            (model,) = await client.list_models()
+            (model,) = (x for x in await client.list_models() if x.name == of)
 
             async def read(i: int) -> None:
                 while not stopped.is_set():
                     prompt, got = self._prompt(), list[int]()
-                    async for delta in client.generate(prompt, LONG):
+                    async for delta in client.generate(prompt, LONG, model=of):
                         got += delta.token_ids
                         if len(got) > 10:
                             begun[i].set()
@@ -369,11 +376,16 @@ async def test_an_upgrade_that_does_not_start_is_undone(ray_cluster: RayCluster)
 async def test_workers_follow_the_load(ray_cluster: RayCluster) -> None:
     await ray_cluster.scaled(1)
     rules = ("up.scaling.up_after_s=1", "up.scaling.down_after_s=3", "up.scaling.target_load=0.5")
-    await ray_cluster.upgrade("--max-decode=3", *(f"--set={rule}" for rule in rules))
+    warm = "--set=up.decode.warm_workers=1"
+    await ray_cluster.upgrade("--max-decode=3", warm, *(f"--set={rule}" for rule in rules))
     assert "decode follows the load" in await ray_cluster.pdserve("scale", "decode=2", code=2)
+    before = await ray_cluster.until_workers(2)
+    assert (before["decode-0"]["warm"], before["decode-1"]["warm"]) == (False, True)
     async with ray_cluster.answers(16):
-        await ray_cluster.until_workers(3)
-    await ray_cluster.until_workers(1)
+        after = await ray_cluster.until(lambda x: "decode-2" in x and not x["decode-2"]["warm"])
+    # It took requests at once.
+    assert after["decode-1"]["pid"] == before["decode-1"]["pid"]
+    await ray_cluster.until(lambda x: "decode-2" not in x and x["decode-1"]["warm"])
     await ray_cluster.upgrade()
 
 
@@ -413,6 +425,19 @@ async def test_a_job_starts_a_service(ray_cluster: RayCluster) -> None:
     assert len({x["node"] for x in found.values()}) == 1
     async with ray_cluster.answers():
         pass
+    await ray_cluster.pdserve("down")
+
+
+async def test_models_without_requests_stop_and_start_each_on_its_own(
+    ray_cluster: RayCluster,
+) -> None:
+    settings = (f"--set={key}={json.dumps(value)}" for key, value in MODELS.items())
+    await ray_cluster.pdserve("up", "--config=two.yaml", *settings)
+    await ray_cluster.until(lambda found: found.keys() == GRPC.keys())
+    assert (await ray_cluster.status())["at_zero"] == ["a", "b"]
+    async with ray_cluster.answers(2, of="b"):
+        await ray_cluster.until(lambda x: x.keys() == {*GRPC, "prefill-b-0", "decode-b-0"})
+    await ray_cluster.until(lambda found: found.keys() == GRPC.keys())
     await ray_cluster.pdserve("down")
 
 

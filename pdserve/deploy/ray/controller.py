@@ -30,7 +30,6 @@ from pdserve.deploy.scaling import Bounds, Scaler, ScalingRules
 from pdserve.discovery import Discovery
 from pdserve.errors import PdserveError
 from pdserve.security.tls import dialer
-from pdserve.types import Role
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -71,13 +70,14 @@ class Controller:
         self._states: dict[str, dict[str, Any]] = {}
         self._stopping: dict[str, asyncio.Task[None]] = {}
         self._started: dict[str, float] = {}
-        self._scaler: Scaler | None = None
+        self._scalers: dict[str, Scaler] = {}
         self._failure = ""
         self._main = asyncio.get_event_loop().create_task(self._run())
 
     async def status(self) -> dict[str, Any]:
-        """Return the wanted counts and revision, the state of every process, whether an upgrade
-        goes on, why the last one was undone, and why the last look failed."""
+        """Return the wanted counts and revision, models at zero workers, the state of every
+        process, whether an upgrade goes on, why the last one was undone, and why the last look
+        failed."""
         service = self._service
         states = {name: self._states.get(name, _PENDING) for name in service.spec.processes()}
         for name in self._hosts.keys() - states.keys():
@@ -86,6 +86,7 @@ class Controller:
             states[name] = {**states[name], "ready": False, "doing": "stopping"}
         return {
             "counts": service.spec.counts,
+            "at_zero": service.spec.at_zero(),
             "processes": dict(sorted(states.items())),
             "revision": service.spec.revision,
             "upgrading": service.before is not None,
@@ -94,19 +95,19 @@ class Controller:
         }
 
     async def scale(self, counts: Mapping[str, int]) -> None:
-        """Change how many workers roles have. Raises ConfigError."""
+        """Change how many workers pools have. Raises ConfigError."""
         self._store(_scaled(self._service, self._service.spec.scaled(counts).counts))
 
     async def spec(self) -> ServiceSpec:
         return self._service.spec
 
     async def upgrade(self, spec: ServiceSpec) -> None:
-        """Replace what differs, one process of a role after the other. Raises ConfigError."""
+        """Replace what differs, one process of a pool after the other. Raises ConfigError."""
         now = self._service
         to = now.spec.upgraded(spec)
         before = now.before or (None if to == now.spec else now.spec)
         self._store(replace(now, spec=to, before=before, refused=""))
-        self._scaler = None
+        self._scalers.clear()
 
     async def down(self) -> None:
         """Stop everything: the routers first, which let open requests finish."""
@@ -153,25 +154,27 @@ class Controller:
         # A router that has not answered this controller yet may be one that serves: nobody is told
         # of a list without it.
         is_known = all(self._states[x] is not _PENDING for x in running if x.startswith("router-"))
+        places = self._service.spec.warm_places()
+        warm = {name for name in running if place_of(name) in places}
         for name in running if addresses and is_known else ():
-            if self._states[name].get("routers", addresses) != addresses:
-                self._hosts[name].set_routers.remote(addresses)
+            state, order = self._states[name], (addresses, name in warm)
+            if "routers" in state and (state["routers"], state["warm"]) != order:
+                self._hosts[name].tell.remote(*order)
         nodes = {place_of(name): self._states[name]["node_id"] for name in routers}
         if nodes.items() - self._service.nodes.items():
             self._store(replace(self._service, nodes={**self._service.nodes, **nodes}))
-        load, failure = Load({}, {}), ""
+        loads, failure = dict[str, Load](), ""
         try:
-            load = await self._measure(addresses)
+            loads = await self._measure(addresses)
         except PdserveError as error:
             failure = error.message
-        self._scale(load)
+        self._scale(loads)
         workers = ready - routers.keys()
-        serving = (workers & load.ready) | routers.keys()
+        known = warm.union(*(load.ready for load in loads.values()))
+        serving = (workers & known) | routers.keys()
         self._end_upgrade(serving)
         wanted = self._service.spec.processes()
-        steps = next_steps(
-            wanted.keys(), self._hosts.keys(), serving, settled=workers <= load.ready
-        )
+        steps = next_steps(wanted.keys(), self._hosts.keys(), serving, settled=workers <= known)
         self._stop(steps.stop)
         placed = [
             Placed(name, group["bundles_to_node_id"][0], group["bundles"][0])
@@ -181,25 +184,30 @@ class Controller:
             self._start(name, wanted[name], placed)
         return failure
 
-    async def _measure(self, routers: Collection[str]) -> Load:
+    async def _measure(self, routers: Collection[str]) -> dict[str, Load]:
+        """Return the load of each model. Raises PdserveError."""
         if not routers:
-            return Load({}, {})
-        spec = self._service.spec
+            return {}
+        spec, discovery = self._service.spec, Discovery(tuple(routers))
         section = next(iter(spec.workers.values())).section
         access = dialer(parse(WorkerConfig, section).access, "worker.access")
-        return await RouterLoads(Discovery(tuple(routers)), access, spec.model).measure()
+        models = sorted(set(spec.models.values()))
+        measures = (RouterLoads(discovery, access, model).measure() for model in models)
+        return dict(zip(models, await asyncio.gather(*measures), strict=True))
 
-    def _scale(self, load: Load) -> None:
-        """Follow the load, in the roles that do."""
-        spec = self._service.spec
-        if not spec.bounds:
-            return
-        if self._scaler is None:
-            bounds = {Role(role): Bounds(*limits) for role, limits in spec.bounds.items()}
-            present = {role: spec.counts[role.value] for role in bounds}
-            self._scaler = Scaler(bounds, ScalingRules(**structs.asdict(spec.scaling)), present)
-        decided = self._scaler.decide(load.needs, time.monotonic())
-        counts = {**spec.counts, **{role.value: count for role, count in decided.items()}}
+    def _scale(self, loads: Mapping[str, Load]) -> None:
+        """Follow the load of each model, in the pools that do."""
+        spec, now = self._service.spec, time.monotonic()
+        counts = dict(spec.counts)
+        for model, pools in spec.pools_by_load().items():
+            if model not in self._scalers:
+                bounds = {role: Bounds(*spec.bounds[pool]) for role, pool in pools.items()}
+                present = {role: counts[pool] for role, pool in pools.items()}
+                rules = ScalingRules(**structs.asdict(spec.scaling))
+                self._scalers[model] = Scaler(bounds, rules, present)
+            needs = loads[model].needs if model in loads else {}
+            for role, count in self._scalers[model].decide(needs, now).items():
+                counts[pools[role]] = count
         if counts != spec.counts:
             self._store(_scaled(self._service, counts))
 
@@ -220,7 +228,7 @@ class Controller:
             if why:
                 refused = f"{name}: {why}"
                 self._store(replace(service, spec=service.before, before=None, refused=refused))
-                self._scaler = None
+                self._scalers.clear()
                 return
 
     async def _ask(self, name: str, group: Mapping[str, Any] | None) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import yaml
 
+from pdserve.local.child import TAKE_REQUESTS
 from pdserve.local.forkserver import launched, until_ended
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Host:
         self._run_dir = Path(tempfile.mkdtemp(prefix=f"pdserve-{name}-"))
         self._log = self._run_dir / "log"
         self._routers: list[str] = []
+        self._warm = False
         self._has_routers = asyncio.Event()
         self._process: Any = None
         self._facts: dict[str, str] = {}
@@ -47,6 +49,7 @@ class Host:
         self._doing, self._failure, self._lives, self._deaths = "starting", "", 0, 0
         # Why it ended before it was ever ready; None once it was.
         self._broken: str | None = ""
+        self._ends_to_begin = False  # anew, as a worker that is warm, or no longer
         self._stopped = asyncio.Event()
         # The kernel kills the child when the thread that forked it ends: the event loop's thread
         # lives as long as the actor.
@@ -66,6 +69,7 @@ class Host:
             "lives": self._lives,
             "log": str(self._log),
             "routers": self._routers,
+            "warm": self._warm,
             **self._facts,
         }
 
@@ -73,13 +77,21 @@ class Host:
         """Return the seconds that `stop` may take."""
         return self._spec.grace_s
 
-    async def set_routers(self, addresses: Sequence[str]) -> None:
-        """Write the routers' addresses into the file that the worker watches."""
+    async def tell(self, addresses: Sequence[str], warm: bool) -> None:
+        """Write the routers' addresses into the file that the worker watches. One that is `warm`
+        is loaded and takes no requests; if it no longer is, it takes them at once."""
         partial = self._run_dir / ".routers"
         partial.write_text("\n".join(addresses) + "\n", encoding="utf-8")
         partial.replace(self._run_dir / "routers")
         self._routers = list(addresses)
         self._has_routers.set()
+        if warm != self._warm:
+            self._warm = warm
+            if self._facts and not warm:
+                self._doing = _doing_when_ready(warm)
+                self._send(TAKE_REQUESTS)
+            else:
+                self._begin_anew()
 
     async def stop(self) -> None:
         """Drain the process and wait for its end; kill it after its grace. The log goes too."""
@@ -89,6 +101,13 @@ class Host:
         self._keeper.cancel()  # kills the process, if there still is one
         await asyncio.wait((self._keeper,))
         shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _begin_anew(self) -> None:
+        """End the process, which starts again. It is told once: told twice, it would not drain."""
+        if self._process is not None and not self._ends_to_begin:
+            self._ends_to_begin, self._facts = True, {}
+            self._doing = "starts anew"
+            self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -106,6 +125,9 @@ class Host:
                 code = await self._run()
             except (OSError, ValueError) as error:
                 code, self._failure = 1, f"cannot start: {error}"
+            if self._ends_to_begin:
+                self._ends_to_begin = False
+                continue
             if time.monotonic() - began >= _FORGIVEN_AFTER_S:
                 self._deaths = 0
             self._deaths += 1
@@ -129,6 +151,7 @@ class Host:
         """Run the process to its end, and return its exit code."""
         config = self._run_dir / "config.yaml"
         config.write_text(yaml.safe_dump({self._spec.command: self._section()}), encoding="utf-8")
+        warm = self._warm
         self._lives += 1
         self._doing = "starting"
         words = ("pdserve", self._spec.command, "--config", str(config))
@@ -137,6 +160,8 @@ class Host:
             following = asyncio.create_task(self._follow(reports))
             if self._stopped.is_set():
                 self._send(signal.SIGTERM)
+            elif warm != self._warm:
+                self._begin_anew()
             try:
                 return await until_ended(process, following)
             finally:
@@ -150,7 +175,8 @@ class Host:
             return {**section, "http_host": at, "grpc_host": at}
         routers = [f"file:{self._run_dir / 'routers'}"]
         kv = {**section["kv"], "host": at}
-        return {**section, "worker_id": self._name, "host": at, "kv": kv, "routers": routers}
+        ours = {"worker_id": self._name, "host": at, "kv": kv, "routers": routers}
+        return {**section, **ours, "warm": self._warm}
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
         """Read what the process reports (`local/child.py`)."""
@@ -159,5 +185,10 @@ class Host:
             self._doing = report.get("doing", self._doing)
             self._failure = report.get("failed", self._failure)
             if "ready" in report:
-                self._facts, self._doing, self._failure = report["ready"], "serving", ""
+                self._facts, self._failure = report["ready"], ""
+                self._doing = _doing_when_ready(self._warm)
                 self._broken = None
+
+
+def _doing_when_ready(warm: bool) -> str:
+    return "loaded, takes no requests" if warm else "serving"

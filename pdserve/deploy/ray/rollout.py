@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.deploy.ray.spec import PACK, place_of, role_of
+from pdserve.deploy.ray.spec import PACK, place_of, pool_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Set
@@ -27,7 +27,7 @@ def next_steps(
     `wanted`. Of those, every router knows the workers that are `serving`, and if they are `settled`
     every worker that is ready.
 
-    Workers of a role are replaced one at a time: a new one serves before the old one stops. A
+    Workers of a pool are replaced one at a time: a new one serves before the old one stops. A
     router is stopped before its successor starts, which needs its ports; all others serve then.
     """
     start, stop = set[str](), set[str]()
@@ -35,23 +35,27 @@ def next_steps(
     replaced = {place_of(name) for name in old}
     places = {place_of(name) for name in wanted}
     stop |= {name for name in old if place_of(name) not in places}
-    busy = {role_of(name) for name in wanted & present if place_of(name) in replaced}
-    absent = {place_of(x) for x in wanted if role_of(x) == _ROUTER} - {*map(place_of, serving)}
+    busy = {_pool(name) for name in wanted & present if place_of(name) in replaced}
+    absent = {place_of(x) for x in wanted if _pool(x) == _ROUTER} - {*map(place_of, serving)}
     for name in sorted(wanted):
-        place, role = place_of(name), role_of(name)
+        place, pool = place_of(name), _pool(name)
         before = {x for x in old if place_of(x) == place}
         if not before:
             start |= {name} - present
-        elif role == _ROUTER:
+        elif pool == _ROUTER:
             if settled and absent <= {place} and _ROUTER not in busy:
                 stop |= before
-                busy.add(role)
+                busy.add(pool)
         elif name in serving:
             stop |= before
-        elif name not in present and role not in busy:
+        elif name not in present and pool not in busy:
             start.add(name)
-            busy.add(role)
+            busy.add(pool)
     return Steps(start, stop)
+
+
+def _pool(name: str) -> str:
+    return pool_of(place_of(name))
 
 
 class Placed(NamedTuple):
@@ -70,13 +74,13 @@ def choose_node(
     placed: Iterable[Placed],
 ) -> str | None:
     """Return the node for a process, None if it fits nowhere beside those that are `placed`. To
-    spread, it is the one with the fewest processes of the role, then of the service; to pack, the
+    spread, it is the one with the fewest processes of the pool, then of the service; to pack, the
     one with the most of the service. `nodes` has their resources."""
     free = {node: dict(resources) for node, resources in nodes.items()}
     ours, same = Counter[str](), Counter[str]()
     for other in placed:
         ours[other.node] += 1
-        same[other.node] += role_of(other.name) == role_of(name)
+        same[other.node] += _pool(other.name) == _pool(name)
         for kind, amount in other.bundle.items():
             if other.node in free:
                 free[other.node][kind] = free[other.node].get(kind, 0.0) - amount

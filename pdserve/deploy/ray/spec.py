@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +22,8 @@ from pdserve.config import (
     served_names,
     to_mapping,
 )
-from pdserve.local.specs import router_configs
+from pdserve.local.specs import SCALED, router_configs
+from pdserve.types import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
 PACK, SPREAD = "pack", "spread"
 _MARGIN_S = 5.0  # beyond the deadlines that processes have themselves
 _DIGITS = 6
+_NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
 _SET_PER_NODE = {
     "router": ("http_host", "grpc_host"),
-    "worker": ("worker_id", "role", "host", "port", "debug_port", "routers", "cores", "gpus"),
+    "worker": (
+        *("worker_id", "role", "host", "port", "debug_port", "routers", "cores", "gpus", "warm"),
+    ),
 }
 
 
@@ -52,16 +57,19 @@ class ProcessSpec(Struct, frozen=True):
 
 
 class ServiceSpec(Struct, frozen=True):
-    """Routers and workers, and how many workers each role has. Of roles in `bounds` that follows
-    the load of `model`, between fewest and most. A process that is not ready `start_s` after it has
-    started ends an upgrade."""
+    """Routers, and pools of workers. A pool has the workers of one role of one of the `models`: its
+    name is the role, and with `up.models` also the model's. It has so many workers as `counts` say,
+    and in addition `warm` ones, which are loaded. Of pools in `bounds` the number follows the load,
+    between fewest and most, or it is 0. A process that is not ready `start_s` after it has started
+    ends an upgrade."""
 
     routers: dict[str, ProcessSpec]
     workers: dict[str, ProcessSpec]
+    models: dict[str, str]
     counts: dict[str, int]
     bounds: dict[str, tuple[int, int]]
+    warm: dict[str, int]
     scaling: ScalingConfig
-    model: str
     strategy: str
     cpus: float
     gpus: int
@@ -71,9 +79,30 @@ class ServiceSpec(Struct, frozen=True):
         """Return everything that should run, by name. A name ends with a digest of what it is the
         name of: a changed process has another one."""
         found = dict(self.routers)
-        for role, count in self.counts.items():
-            found |= {f"{role}-{i}": self.workers[role] for i in range(count)}
+        for pool, count in self.counts.items():
+            found |= {f"{pool}-{i}": self.workers[pool] for i in range(count)}
+        found |= {place: self.workers[pool_of(place)] for place in self.warm_places()}
         return {f"{place}-{_digest(spec)}": spec for place, spec in found.items()}
+
+    def warm_places(self) -> set[str]:
+        """Return the places of workers that are loaded and take no requests."""
+        return {
+            f"{pool}-{i}"
+            for pool, warm in self.warm.items()
+            for i in range(self.counts[pool], self.bounds[pool][1])[:warm]
+        }
+
+    def pools_by_load(self) -> dict[str, dict[Role, str]]:
+        """Return the pools that follow the load of each model."""
+        found: dict[str, dict[Role, str]] = {}
+        for pool in self.bounds:
+            found.setdefault(self.models[pool], {})[Role(role_of(pool))] = pool
+        return found
+
+    def at_zero(self) -> list[str]:
+        """Return the models whose workers stopped for want of requests."""
+        pools = self.pools_by_load().items()
+        return [model for model, x in pools if not any(self.counts[y] for y in x.values())]
 
     @property
     def revision(self) -> str:
@@ -82,19 +111,22 @@ class ServiceSpec(Struct, frozen=True):
 
     def scaled(self, counts: Mapping[str, int]) -> ServiceSpec:
         """Return this with other counts. Raises ConfigError."""
-        for role in counts:
-            if role not in self.workers:
-                refuse("scale", f"{role!r} is not one of {', '.join(self.workers)}")
-            if role in self.bounds:
-                refuse("scale", f"{role} follows the load: its configuration has max_workers")
+        for pool in counts:
+            if pool not in self.workers:
+                refuse("scale", f"{pool!r} is not one of {', '.join(self.workers)}")
+            if pool in self.bounds:
+                keys = "max_workers or up.scaling.to_zero_after_s"
+                refuse("scale", f"{pool} follows the load: its configuration has {keys}")
         changed = replace(self, counts={**self.counts, **counts})
         if not any(changed.counts.values()):
             refuse("scale", "would leave no worker; `pdserve down --on ray` ends a service")
         return changed
 
     def upgraded(self, to: ServiceSpec) -> ServiceSpec:
-        """Return `to` with the counts of this, except for roles that are new in it, or gone. Raises
-        ConfigError."""
+        """Return `to` with the counts of this, except for pools that are new in it, or gone. A
+        model at zero workers starts, so that it is known to. Raises ConfigError."""
+        if not self.workers.keys() & to.workers.keys():
+            refuse("up", "has no model of the service: all workers would go before others serve")
         if len(self.routers) == 1 and self.routers["router-0"] != to.routers["router-0"]:
             refuse(
                 "router",
@@ -102,16 +134,20 @@ class ServiceSpec(Struct, frozen=True):
                 "with nothing changed but `up.routers: 2`, and give clients both addresses",
             )
         counts = {}
-        for role, count in to.counts.items():
-            now = self.counts.get(role, 0)
-            fewest, most = to.bounds.get(role, (now, now))
-            counts[role] = min(max(now, fewest), most) if now and count else count
+        for pool, count in to.counts.items():
+            now = self.counts.get(pool, 0)
+            fewest, most = to.bounds.get(pool, (now, now))
+            counts[pool] = min(max(now, fewest), most) if now and count else count
         return replace(to, counts=counts)
 
 
 def place_of(name: str) -> str:
     """Return what a process is one of several revisions of, such as decode-0."""
     return name.rpartition("-")[0]
+
+
+def pool_of(place: str) -> str:
+    return place.rpartition("-")[0]
 
 
 def role_of(name: str) -> str:
@@ -125,8 +161,6 @@ def _digest(spec: Struct) -> str:
 def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> ServiceSpec:
     """Return the service of a configuration, with `cpus` and `gpus` of one node for each worker.
     Raises ConfigError for what cannot be had on Ray."""
-    if config.up.models:
-        refuse("up.models", "is not possible with --on ray: serve one model, with worker.model")
     _refuse_set("router", config.router, RouterConfig())
     _refuse_set("worker", config.worker, WorkerConfig())
     routers = {
@@ -134,31 +168,46 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
         for i, x in enumerate(router_configs(config).values())
     }
     drain_s = config.worker.drain_timeout_s + MOVE_S + UNPIN_S + _MARGIN_S
-    workers, counts, bounds = {}, {}, {}
-    if config.up.scaling.to_zero_after_s:
-        refuse("up.scaling.to_zero_after_s", "is not possible with --on ray")
-    for role, pool in config.models[0].by_role().items():
-        if pool.gpus:
-            refuse(f"up.{role}.gpus", "is not possible with --on ray, which chooses GPUs")
-        if isinstance(pool, ScaledRoleConfig) and pool.warm_workers:
-            refuse(f"up.{role}.warm_workers", "is not possible with --on ray")
-        args = config.worker.engine_args | pool.engine_args
-        ranks = args.get("tensor_parallel_size", 1)
-        if gpus and ranks != gpus:
-            refuse(
-                "--gpus-per-worker",
-                f"is {gpus:g}, but a {role} worker has tensor_parallel_size {ranks}. An engine runs"
-                " on one node: tensor parallelism over several nodes is not possible with --on ray",
-            )
-        section = to_mapping(replace(config.worker, role=role, engine_args=args))
-        workers[role.value] = ProcessSpec("worker", section, drain_s, cpus, float(gpus))
-        counts[role.value] = pool.workers
-        if pool.most > pool.workers:
-            bounds[role.value] = (pool.workers, pool.most)
-    model = served_names(config.worker.model, config.worker.model_names)[0]
     scaling, start_s = config.up.scaling, config.up.start_timeout_s
+    workers, models = dict[str, ProcessSpec](), dict[str, str]()
+    counts, bounds, warm = dict[str, int](), dict[str, tuple[int, int]](), dict[str, int]()
+    for i, model in enumerate(config.models):
+        at = f"up.models[{i}]" if config.up.models else "up"
+        name = served_names(model.model, model.model_names)[0]
+        for role, pool in model.by_role().items():
+            if pool.gpus:
+                refuse(f"{at}.{role}.gpus", "is not possible with --on ray, which chooses GPUs")
+            args = config.worker.engine_args | model.engine_args | pool.engine_args
+            ranks = args.get("tensor_parallel_size", 1)
+            if gpus and ranks != gpus:
+                refuse(
+                    "--gpus-per-worker",
+                    f"is {gpus:g}, but a {role} worker has tensor_parallel_size {ranks}. An engine "
+                    "runs on one node: tensor parallelism over several nodes is not possible with "
+                    "--on ray",
+                )
+            worker = replace(
+                config.worker,
+                model=model.model,
+                model_names=model.model_names,
+                adapters=model.adapters,
+                role=role,
+                engine_args=args,
+            )
+            # It names files and actors.
+            key = f"{role}-{_NOT_IN_NAMES.sub('_', name)}" if config.up.models else role.value
+            if key in workers:
+                refuse(at, f"{name} and {models[key]} are too much alike; set their model_names")
+            workers[key] = ProcessSpec("worker", to_mapping(worker), drain_s, cpus, float(gpus))
+            models[key], counts[key] = name, pool.workers
+            if pool.most > pool.workers or (
+                scaling.to_zero_after_s and role in SCALED and pool.workers
+            ):
+                bounds[key] = (pool.workers, pool.most)
+            if isinstance(pool, ScaledRoleConfig) and pool.warm_workers:
+                warm[key] = pool.warm_workers
     return ServiceSpec(
-        *(routers, workers, counts, bounds, scaling, model, strategy, cpus, gpus, start_s)
+        *(routers, workers, models, counts, bounds, warm, scaling, strategy, cpus, gpus, start_s)
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from pdserve.config import load_config
 from pdserve.deploy.ray.rollout import Placed, choose_node, next_steps
 from pdserve.deploy.ray.spec import ServiceSpec, place_of, service_spec
 from pdserve.errors import ConfigError
+from pdserve.types import Role
 
 
 def spec_of(**changes: object) -> ServiceSpec:
@@ -76,6 +78,45 @@ def test_an_upgrade_keeps_counts_within_new_bounds() -> None:
     assert spec_of(up__decode__workers=5).upgraded(spec_of()).counts == counts
     with pytest.raises(ConfigError, match="decode follows the load"):
         bounded.scaled({"decode": 2})
+
+
+def test_each_model_has_its_own_workers() -> None:
+    models = [{"model_names": [name]} for name in ("org/a-b", "c")]
+    models[1]["decode"] = {"workers": 1, "max_workers": 4, "warm_workers": 2}
+    spec = spec_of(up__models=models)
+    assert {x: spec.models[x] for x in spec.counts if spec.counts[x]} == {
+        "prefill-org_a-b": "org/a-b",
+        "decode-org_a-b": "org/a-b",
+        "prefill-c": "c",
+        "decode-c": "c",
+    }
+    assert spec.pools_by_load() == {"c": {Role.DECODE: "decode-c"}}
+    assert {*map(place_of, spec.scaled({"decode-org_a-b": 2}).processes())} == {
+        *("router-0", "prefill-org_a-b-0", "decode-org_a-b-0", "decode-org_a-b-1"),
+        *("prefill-c-0", "decode-c-0", "decode-c-1", "decode-c-2"),
+    }
+    with pytest.raises(ConfigError, match="all workers would go"):
+        spec_of().upgraded(spec)
+    with pytest.raises(ConfigError, match="too much alike"):
+        spec_of(up__models=[{"model_names": [name]} for name in ("a/b", "a b")])
+
+
+def test_as_many_workers_are_warm_as_may_run_later() -> None:
+    decode = {"workers": 1, "max_workers": 4, "warm_workers": 2}
+    spec = spec_of(up__decode=decode)
+    for count, warm in ((1, {1, 2}), (3, {3}), (4, set())):
+        counted = structs.replace(spec, counts={**spec.counts, "decode": count})
+        assert counted.warm_places() == {f"decode-{i}" for i in warm}
+
+
+def test_a_model_at_zero_workers_starts_with_an_upgrade() -> None:
+    spec = spec_of(up__scaling__to_zero_after_s=60)
+    assert spec.pools_by_load() == {
+        "pdserve-demo": {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+    }
+    stopped = structs.replace(spec, counts=dict.fromkeys(spec.counts, 0))
+    assert (spec.at_zero(), stopped.at_zero()) == ([], ["pdserve-demo"])
+    assert stopped.upgraded(spec).counts == spec.counts
 
 
 def test_workers_are_spread_or_packed_where_they_fit() -> None:
