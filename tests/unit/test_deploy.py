@@ -23,9 +23,10 @@ schemas = pytest.importorskip("kubernetes_validate.utils")
 DEPLOY = ROOT / "deploy/kubernetes"
 CONFIG = DEPLOY / "base/pdserve.yaml"
 # Kustomize's own files, our configuration, and resources that the schemas do not know: those of the
-# Prometheus operator, cert-manager, KEDA and the Gateway API, which tests look at by structure.
+# Prometheus operator, cert-manager, KEDA, the Gateway API and LeaderWorkerSet, which tests look at
+# by structure.
 CHART = DEPLOY.parent / "helm/pdserve"
-OTHERS = "kustomization monitors certificates scaledobjects route pdservice"
+OTHERS = "kustomization names monitors certificates scaledobjects route pdservice disaggregatedset"
 NO_SCHEMA = {CONFIG, *(path for name in OTHERS.split() for path in DEPLOY.rglob(f"{name}.yaml"))}
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
 # The last three minors that the installed schemas know.
@@ -258,6 +259,64 @@ def test_the_scaler_reaches_what_it_scales_and_nothing_else(tmp_path: Path) -> N
     assert (subject["namespace"], subject["name"]) == ("pdserve", pod["serviceAccountName"])
     names = {x for *_, names in rights_of(found["Role", "pdserve-scaler"]) for x in names}
     assert names == {"pdserve-prefill", "pdserve-decode", args.lease}
+
+
+# sigs.k8s.io/lws/api/disaggregatedset/v1, as far as we use it; a template is a pod's.
+def _strict(**properties: Any) -> dict[str, Any]:
+    return {"properties": properties, "additionalProperties": False, "required": list(properties)}
+
+
+_COUNT = {"type": "integer", "minimum": 0}
+_ROLLING = _strict(maxUnavailable=_COUNT, maxSurge=_COUNT)
+_ROLE = _strict(
+    name={"enum": ["prefill", "decode"]},
+    scaling=_strict(mode={"enum": ["External"]}, initialReplicas={"type": "integer", "minimum": 1}),
+    spec=_strict(  # no `replicas`: they must be unset where scaling is external
+        rolloutStrategy=_strict(
+            type={"enum": ["RollingUpdate"]}, rollingUpdateConfiguration=_ROLLING
+        ),
+        leaderWorkerTemplate=_strict(
+            size={"type": "integer", "minimum": 1}, workerTemplate={"type": "object"}
+        ),
+    ),
+)
+DISAGGREGATED_SET = _strict(roles={"items": _ROLE, "minItems": 2, "maxItems": 2})
+
+
+@pytest.mark.parametrize("scaled_by", ["scaler", "keda"])
+def test_a_disaggregated_set_has_the_pods_of_the_pools(scaled_by: str, tmp_path: Path) -> None:
+    folder = without_replicas(overlay(tmp_path, "tls", scaled_by))
+    pools = render(folder)
+    path = folder / "kustomization.yaml"
+    more = "  - ../deploy/kubernetes/components/disaggregatedset\n"
+    path.write_text(path.read_text().replace("images:\n", f"{more}images:\n"))
+    found = render(folder)
+    made = found["DisaggregatedSet", "pdserve"]
+    assert list(Draft4Validator(DISAGGREGATED_SET).iter_errors(made["spec"])) == []
+    targets = {}
+    for role in made["spec"]["roles"]:
+        template = role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        name = f"pdserve-{role['name']}"
+        # The names of what the templates mount are those of this overlay, too.
+        assert template == pools["Deployment", name]["spec"]["template"]
+        assert ("Deployment", name) not in found
+        targets[role["name"]] = f"disaggregatedsetrolescalers.v1.disaggregatedset.x-k8s.io/{name}"
+    if scaled_by == "keda":
+        kind = {"apiVersion": "disaggregatedset.x-k8s.io/v1", "kind": "DisaggregatedSetRoleScaler"}
+        for role in targets:
+            target = found["ScaledObject", f"pdserve-{role}"]["spec"]["scaleTargetRef"]
+            assert target == {**kind, "name": f"pdserve-{role}"}
+        return
+    (container,) = pod_of(found, "scaler")["containers"]
+    args = build_parser().parse_args(container["args"])
+    assert dict(x.split("=", 1) for x in args.target) == targets
+    group, resource = "disaggregatedset.x-k8s.io", "disaggregatedsetrolescalers/scale"
+    assert found["Role", "pdserve-scaler"]["rules"][0] == {
+        "apiGroups": [group],
+        "resources": [resource],
+        "resourceNames": [f"pdserve-{role}" for role in targets],
+        "verbs": ["get", "patch"],
+    }
 
 
 def test_the_operator_has_templates_and_may_set_weights(tmp_path: Path) -> None:
