@@ -285,8 +285,11 @@ async def test_a_free_call_is_not_constrained(parsers: Parsers) -> None:
 
 async def test_wrong_tools_and_parsers_are_refused(parsers: Parsers) -> None:
     broken = {"type": "function", "function": {"name": "f", "parameters": 7}}
-    with pytest.raises(InvalidRequest, match="parameters"):
-        await parsers.find(OSLO, tools=[broken])
+    answers = Answers(parsers.tokenizer, OSLO)
+    with pytest.raises(InvalidRequest, match="parameters") as refusal:
+        await parsers.find(answers, tools=[broken])
+    assert refusal.value.field == "tools.0.function.parameters"
+    assert answers.request is None  # nothing was asked of a worker
     with pytest.raises(ParserFailed, match="nonesuch"):
         await parsers.find(OSLO, "nonesuch")
     with pytest.raises(ParserFailed, match="python_tag"):

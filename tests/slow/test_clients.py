@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jsonschema_rs
@@ -231,9 +232,9 @@ def bfcl_functions() -> Iterator[tuple[str, dict[str, Any]]]:
 @needs((PYTHON.parents[1] / "installed").exists())
 def test_a_forced_call_of_a_function_of_bfcl_follows_its_schema(url: str) -> None:
     client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    asked = list(bfcl_functions())
-    whole = 0
-    for question, found in asked:
+
+    def is_whole(asked: tuple[str, dict[str, Any]]) -> bool:
+        question, found = asked
         name, schema = found["name"].replace(".", "_"), json_schema(found["parameters"])
         (choice,) = client.chat.completions.create(
             model=MODEL,
@@ -246,7 +247,11 @@ def test_a_forced_call_of_a_function_of_bfcl_follows_its_schema(url: str) -> Non
         (call,) = choice.message.tool_calls
         assert call.function.name == name
         # A small model may fill the space between two values until its answer is cut.
-        if choice.finish_reason != "length":
-            jsonschema_rs.validate(schema, json.loads(call.function.arguments))
-            whole += 1
-    assert whole > len(asked) / 2, f"{whole} of {len(asked)} calls were not cut"
+        if choice.finish_reason == "length":
+            return False
+        jsonschema_rs.validate(schema, json.loads(call.function.arguments))
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(is_whole, bfcl_functions()))
+    assert sum(found) > len(found) / 2, f"{sum(found)} of {len(found)} calls were not cut"

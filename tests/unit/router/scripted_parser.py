@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from pdserve import wire
-from pdserve.errors import InvalidRequest, ParserFailed
+from pdserve.errors import ParserFailed
 from pdserve.v1 import parser_pb2 as p
 from workers import parser as real
 
@@ -32,14 +32,7 @@ class ScriptedParser(real.Parsers):
         reply = p.ParserReply(stream_id=command.stream_id)
         match command.WhichOneof("command"):
             case "open":
-                if command.open.tool_parser == "bad":
-                    refusal = InvalidRequest("'tools': no", field="tools")
-                    reply.error.CopyFrom(wire.error_to_pb(refusal))
-                else:
-                    reply.plan.SetInParent()
-                    if command.open.tool_parser == "forced":
-                        reply.plan.structured_output.structural_tag = "{}"
-                        reply.plan.after_reasoning = True
+                reply.plan.SetInParent()
                 yield reply
             case "input":
                 given = command.input
@@ -57,8 +50,7 @@ class ScriptedParser(real.Parsers):
                     reply.output.reasoning_tokens = 2 if given.finished else 0
                 yield reply
                 if given.finished:
-                    diverged = given.text == "diverges-"
-                    check = p.ParserCheck(index=given.index, diverged=diverged)
+                    check = p.ParserCheck(index=given.index)
                     yield p.ParserReply(stream_id=command.stream_id, check=check)
 
 

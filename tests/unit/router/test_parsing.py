@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.config import SloConfig
-from pdserve.errors import Cancelled, InvalidRequest, ParserFailed, TransferFailed
+from pdserve.errors import Cancelled, ParserFailed, TransferFailed
 from pdserve.types import (
-    Constraint,
     FinishReason,
     GenerateRequest,
     Parsing,
-    ReasoningGate,
     Role,
     SamplingParams,
-    StructuredOutput,
     Usage,
 )
 from router import parser_process
@@ -191,13 +188,6 @@ async def test_a_parser_that_raises_ends_the_answer(service: Service) -> None:
     assert (await service.ask("next")).text() == "NEXT"
 
 
-async def test_tools_that_cannot_be_used_are_refused_before_any_work(service: Service) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        await service.ask("one", parser="bad")
-    assert refusal.value.field == "tools"
-    assert service.generator.requests == []
-
-
 async def test_a_process_that_does_not_start_fails_the_requests(tmp_path: Path) -> None:
     (tmp_path / "does-not-start").touch()
     async with running(tmp_path) as service:
@@ -205,27 +195,6 @@ async def test_a_process_that_does_not_start_fails_the_requests(tmp_path: Path) 
             await service.ask("one")
         (tmp_path / "does-not-start").unlink()
         assert (await service.ask("one")).text() == "ONE"
-
-
-async def test_the_constraint_of_a_forced_call_goes_to_the_workers(service: Service) -> None:
-    await service.ask("one", parser="forced")
-    request = service.generator.requests[0]
-    assert request.sampling.structured_output == StructuredOutput(Constraint.STRUCTURAL_TAG, "{}")
-    assert request.reasoning_gate == ReasoningGate("r", "{}")
-
-
-async def test_divergence_of_the_whole_answer_is_counted(service: Service) -> None:
-    class Diverging(Generator):
-        async def serve(self, request: GenerateRequest, out: Out) -> None:
-            last = AnswerDelta((1,), "diverges-", finish_reason=FinishReason.STOP)
-            last.usage = Usage(1, 1)
-            out.write(last)
-
-    service.generator = Diverging()
-    await service.ask("one")
-    service.generator = Generator()
-    await service.ask("after it")  # the check has come by now
-    assert service.counted("pdserve_parser_divergences_total") == 1
 
 
 async def test_an_answer_that_moves_and_a_parser_that_dies_change_nothing(tmp_path: Path) -> None:
