@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from router.decisions import DecisionLog
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
+    from router.on_demand import OnDemandModels
     from router.operations import RoleChanger
     from router.placement.cost import CostModel, Latency
     from router.request import RequestLog, RequestRecord
@@ -53,6 +54,7 @@ class Sources:
     verdicts: Mapping[str, Verdict]
     changer: RoleChanger
     slo: SloConfig
+    on_demand: OnDemandModels | None
 
     def explain(self, request_id: str) -> Row | None:
         """Return why a request was placed on its workers, in words; None if that is not kept."""
@@ -73,6 +75,7 @@ class Viewer:
         self._steps_at: dict[str, float] = {}
         self._pairs: list[Row] = []
         self._models: list[Row] = []
+        self._on_demand: list[Row] = []
         self._models_at = 0.0
 
     def hello(self, unix_time_s: float) -> Row:
@@ -118,6 +121,10 @@ class Viewer:
             models = [self._model(x) for x in sorted(fleet.models())]
             if models != self._models:
                 found["models"] = self._models = models
+            texts = () if sources.on_demand is None else sources.on_demand.texts()
+            on_demand = [{"model": model, "text": text} for model, text in texts]
+            if on_demand != self._on_demand:
+                found["on_demand"] = self._on_demand = on_demand
         return found
 
     def _open_requests(self) -> list[Row]:

@@ -226,7 +226,8 @@ class RouterServer:
             AdminService(decisions, fleet, changer, metrics),
         )
         sources = Sources(
-            fleet, requests.log, decisions, admission, costs, roles, changer, config.slo
+            *(fleet, requests.log, decisions, admission, costs, roles, changer, config.slo),
+            services.on_demand,
         )
         store = await enter(_batch_store(config.batch, router_id))
         http_api = HttpApi(

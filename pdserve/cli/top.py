@@ -287,6 +287,7 @@ def view(url: str, found: dict[str, Any]) -> Group:
             for x in found["ejected_pairs"]
         ),
         *(Text(f"roles of {row['model']}: {row['text']}") for row in found["roles"]),
+        *(Text(f"started on demand: {x['model']}: {x['text']}") for x in found["on_demand"]),
     )
 
 

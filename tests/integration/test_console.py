@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from pdserve.errors import DeadlineExceeded
+from pdserve.errors import DeadlineExceeded, Unavailable
 from pdserve.types import SamplingParams
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
@@ -127,3 +127,22 @@ async def test_a_worker_that_leaves_changes_its_state(cluster: Cluster, page: Pa
     event = await page.until(lambda x: any(w["state"] == "lost" for w in x["workers"]))
     [row] = [x for x in event["workers"] if x["state"] == "lost"]
     assert (row["id"], row["why"]) == ("decode-1", "it left")
+
+
+async def test_a_model_without_workers_is_shown_as_it_is_asked_for_and_starts() -> None:
+    only = {"router": {"on_demand_models": ("pdserve-demo",)}}
+    async with (
+        Cluster(aggregated=1, **only) as cluster,
+        aiohttp.ClientSession(f"http://{cluster.http}") as http,
+        http.get("/console/events") as response,
+    ):
+        page = Page(response)
+        event = await page.until(lambda x: "on_demand" in x)
+        assert event["on_demand"] == [{"model": "pdserve-demo", "text": "has workers"}]
+        await cluster.workers["aggregated-0"].stop()
+        event = await page.until(lambda x: "on_demand" in x)
+        assert event["on_demand"][0]["text"] == "no worker until it is asked for"
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            await cluster.ask([20], SamplingParams(max_tokens=2), timeout_s=0.1)
+        event = await page.until(lambda x: "on_demand" in x)
+        assert event["on_demand"][0]["text"].startswith("no worker, asked for ")

@@ -70,6 +70,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     router = {
         "access": {**access, "admin_keys": [hash_key(ADMIN_KEY)]},
         "tenants": [{"name": ATTACK, "keys": [hash_key(KEY)]}],
+        "on_demand_models": [ATTACK],
     }
     worker = {"access": access}
     config.write_text(yaml.safe_dump({"router": router, "worker": worker}))
@@ -134,6 +135,8 @@ async def test_requests_are_shown_and_explained(page: Page) -> None:
 
 async def test_workers_show_their_steps(page: Page) -> None:
     await opened(page, "workers")
+    on_demand = page.get_by_role("list", name="Models that are started on demand")
+    await expect(on_demand).to_have_text(f"{ATTACK}: has workers")
     for name, kind in (("prefill-0", "prompt"), ("decode-0", "decode")):
         lane = page.locator(f".lane[data-worker='{name}']")
         await expect(lane).to_contain_text("ready")

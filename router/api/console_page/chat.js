@@ -37,7 +37,7 @@ export function chatView(app) {
 
   function update() {
     const named = [...state.workers.values()].filter((x) => x.role !== "pooling").map((x) => x.model);
-    models = [...new Set(named)].sort(natural);
+    models = [...new Set([...named, ...state.onDemand.map((x) => x.model)])].sort(natural);
     setChoices(model, models.slice(1), models[0] ?? "no model is served");
     keyLabel.hidden = !state.hello.needs_key;
   }

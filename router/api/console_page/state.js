@@ -13,6 +13,7 @@ export class State {
   workers = new Map(); // by id; each with `steps` and `usage`, both oldest first
   pairs = [];
   models = [];
+  onDemand = []; // models that may have no worker, and what of that is so
   #at = 0;
 
   /** Return the router's time now. */
@@ -53,6 +54,7 @@ export class State {
     }
     if (event.pairs) this.pairs = event.pairs;
     if (event.models) this.models = event.models;
+    if (event.on_demand) this.onDemand = event.on_demand;
   }
 
   #forget() {

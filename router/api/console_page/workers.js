@@ -12,19 +12,21 @@ const ROLES = ["prefill", "decode", "aggregated", "pooling"];
 export function workersView(app) {
   const { state } = app;
   const lanes = make("div", { class: "scroll lanes" });
+  const onDemand = make("ul", { class: "legend", "aria-label": "Models that are started on demand" });
   const root = make("section", {},
     make("h2", {}, "Workers"),
     make("p", { class: "lead" }, `The last ${WINDOW_S} seconds, drawn four times a second. A bar is an engine step: as wide as it took, as high as it had tokens.`),
     make("ul", { class: "legend", "aria-label": "Colours" },
       ...[["prefill", "prompt tokens"], ["decode", "decode tokens"], ["kv", "KV cache in use"]].map(
         ([kind, text]) => make("li", {}, make("i", { class: kind }), text))),
-    lanes);
+    onDemand, lanes);
   const visible = new Set();
   const observer = new IntersectionObserver((entries) => {
     for (const x of entries) x.isIntersecting ? visible.add(x.target) : visible.delete(x.target);
   });
 
   function update() {
+    keep(onDemand, state.onDemand, (x) => x.model, () => make("li"), (line, x) => setText(line, `${x.model}: ${x.text}`));
     const width = lanes.querySelector(".track")?.clientWidth ?? 0;
     const order = [...state.workers.values()].sort(
       (a, b) => ROLES.indexOf(a.role) - ROLES.indexOf(b.role) || natural(a.id, b.id));

@@ -113,9 +113,11 @@ def test_an_idle_service_has_a_summary_and_a_view(capsys: pytest.CaptureFixture[
     assert found["slo"]["ttft_attained"] is None
     assert found["latency_s"]["TTFT"]["p99"] is None
     state = {"workers": [], "roles": [], "kv_flow": [], "ejected_pairs": []}
+    state["on_demand"] = [{"model": "m", "text": "no worker until it is asked for"}]
     Console().print(view("http://here", found | state | {"running": 0.0, "queued": 0.0}))
     shown = capsys.readouterr().out
     assert "no worker is registered" in shown
+    assert "started on demand: m: no worker until it is asked for" in shown
     assert "cost of a million tokens" not in shown
 
 

@@ -26,7 +26,7 @@ async def test_a_request_waits_for_the_first_worker_and_the_model_stays_known() 
         models = on_demand(fleet, WAIT_S)
         assert dict(models.loads()) == {MODEL: 0.0}
         assert models.is_missing(MODEL)
-        waiting = asyncio.create_task(models.wait_for(MODEL, WAIT_S))
+        waiting = asyncio.create_task(models.wait_for("", WAIT_S))  # the only model
         await asyncio.sleep(0)
         assert dict(models.loads()) == {MODEL: ASKED_LOAD}
         with pytest.raises(Overloaded, match="1 requests wait") as refused:
