@@ -85,12 +85,14 @@ class Cluster:
         prefill: int = 0,
         decode: int = 0,
         aggregated: int = 0,
+        pooling: int = 0,
         engine_args: dict[str, object] | None = None,
         router: dict[str, Any] | None = None,
         worker: dict[str, Any] | None = None,
         other_routers: Sequence[str] = (),
     ) -> None:
-        counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
+        counts = {Role.PREFILL: prefill, Role.DECODE: decode}
+        counts |= {Role.AGGREGATED: aggregated, Role.POOLING: pooling}
         self._roles = {f"{role}-{i}": role for role, n in counts.items() for i in range(n)}
         # A step that takes no time at all would starve all else on this one event loop.
         self._engine_args = {"step_s": 0.001, **(engine_args or {})}

@@ -36,7 +36,7 @@ class CreateBatchRequest(Body):
     """`completion_window`: `24h`, or another number of s, m, h or d."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: str
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 

@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from pdserve import __version__
@@ -27,7 +28,7 @@ from router.api.console import PREFIX as CONSOLE
 from router.api.idempotency import Recorded, StoredAnswers
 from router.api.openapi import DOCS_PAGE, openapi
 from router.api.pooling import Bodies, EmbeddingsRequest, RerankRequest, ScoreRequest
-from router.api.preprocess import check_request_id, new_request_id
+from router.api.preprocess import Origin, check_request_id, new_request_id
 from router.api.responses import ResponseApi, ResponsesRequest
 from router.api.routes import HEADERS, TENANT, Routes, json_response, read_body
 from router.api.sinks import EventStream, Sink, WholeBody, Writer
@@ -55,6 +56,7 @@ S = TypeVar("S", bound=Sink)
 _MESSAGES = "/v1/messages"
 _TOKENIZER = ("/tokenize", "/detokenize", "/tokenizer_info")
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_EMBEDDINGS, _POOLING_PREFIX = "/v1/embeddings", "embd-"
 _BODIES: dict[str, type[GenerateBody]] = {
     "/v1/chat/completions": openai.ChatRequest,
     "/v1/completions": openai.CompletionRequest,
@@ -62,7 +64,7 @@ _BODIES: dict[str, type[GenerateBody]] = {
     _MESSAGES: messages.MessagesRequest,
 }
 _POOLING: dict[str, type[Bodies]] = {
-    "/v1/embeddings": EmbeddingsRequest,
+    _EMBEDDINGS: EmbeddingsRequest,
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
 }
@@ -267,9 +269,9 @@ class HttpApi:
 
     async def _pool(self, kind: type[Bodies], request: web.BaseRequest) -> web.Response:
         body = read(kind, await read_body(request))
-        request_id = _request_id(request, None, "embd-")
+        origin = Origin(_request_id(request, None, _POOLING_PREFIX), request[TENANT])
         with self._open_requests.enter():
-            return json_response(await self._pooling.answer(body, request_id, request[TENANT]))
+            return json_response(await self._pooling.answer(body, origin))
 
     async def _detokenize(self, request: web.BaseRequest) -> web.Response:
         body = read(DetokenizeRequest, await read_body(request))
@@ -351,6 +353,11 @@ class HttpApi:
     async def answer(self, path: str, data: bytes, tenant: str, timeout_s: float) -> Answered:
         """Answer a body that did not come over HTTP, behind all interactive requests. Raises
         PdserveError."""
+        if path == _EMBEDDINGS:
+            request_id = new_request_id(_POOLING_PREFIX)
+            origin = Origin(request_id, tenant, ServiceClass.BATCH, timeout_s)
+            found = await self._pooling.answer(read(EmbeddingsRequest, data), origin)
+            return Answered(request_id, msgspec.json.encode(found))
         body = read(_BODIES[path], data)
         if body.stream:
             raise InvalidRequest("'stream' must be false in a batch", field="stream")

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from pdserve.errors import PdserveError
 from pdserve.tokenizer import TextPair
+from pdserve.types import ServiceClass
 from router.api.bodies import NO_EFFECT, Body, Known, ModelName, Text, TokenId, knows, refuse
 from router.api.openai import prompts_of
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from pdserve.types import GenerateRequest
-    from router.api.preprocess import Preprocessor
+    from router.api.preprocess import Origin, Preprocessor
     from router.pooling import Embedder
 
     Vector = NDArray[np.float32]
@@ -97,12 +98,10 @@ class PoolingApi:
         self._embedder = embedder
         self._preprocessor = preprocessor
 
-    async def answer(self, body: Bodies, request_id: str, tenant: str) -> dict[str, Any]:
+    async def answer(self, body: Bodies, origin: Origin) -> dict[str, Any]:
         """Return the answer to `body`. Raises PdserveError as `Embedder.embed` does."""
         if isinstance(body, EmbeddingsRequest):
-            model, found, tokens = await self._embed(
-                body, "input", body.inputs(), request_id, tenant
-            )
+            model, found, tokens = await self._embed(body, "input", body.inputs(), origin)
             shown = [
                 base64.b64encode(x).decode()
                 if body.encoding_format == "base64"
@@ -112,15 +111,13 @@ class PoolingApi:
             data: list[dict[str, Any]] = [
                 {"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(shown)
             ]
-            return _list(request_id, model, tokens) | {"data": data}
+            return _list(origin.request_id, model, tokens) | {"data": data}
         if isinstance(body, ScoreRequest):
-            model, scores, tokens = await self._scores(
-                body, "text_2", body.pairs(), request_id, tenant
-            )
+            model, scores, tokens = await self._scores(body, "text_2", body.pairs(), origin)
             data = [{"index": i, "object": "score", "score": x} for i, x in enumerate(scores)]
-            return _list(request_id, model, tokens) | {"data": data}
+            return _list(origin.request_id, model, tokens) | {"data": data}
         pairs = [(body.query, document) for document in body.documents]
-        model, scores, tokens = await self._scores(body, "documents", pairs, request_id, tenant)
+        model, scores, tokens = await self._scores(body, "documents", pairs, origin)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
         results = [
             {"index": i, "relevance_score": scores[i]}
@@ -128,23 +125,22 @@ class PoolingApi:
             for i in best
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"id": request_id, "model": model, "usage": usage, "results": results}
+        return {"id": origin.request_id, "model": model, "usage": usage, "results": results}
 
     async def _scores(
         self,
         body: Bodies,
         field: str,
         pairs: Sequence[tuple[str, str]],
-        request_id: str,
-        tenant: str,
+        origin: Origin,
     ) -> tuple[str, list[float], int]:
         """Return the model, the score of each pair, and how many tokens they have."""
         if self._preprocessor.find(body.model or "")[0].cross_encoder:
             whole = [TextPair(*pair) for pair in pairs]
-            model, found, tokens = await self._embed(body, field, whole, request_id, tenant)
+            model, found, tokens = await self._embed(body, field, whole, origin)
             return model, [float(_vector(x)[0]) for x in found], tokens
         texts = [text for pair in pairs for text in pair]
-        model, found, tokens = await self._embed(body, field, texts, request_id, tenant)
+        model, found, tokens = await self._embed(body, field, texts, origin)
         return model, [_cosine(*found[i : i + 2]) for i in range(0, len(found), 2)], tokens
 
     async def _embed(
@@ -152,8 +148,7 @@ class PoolingApi:
         body: Bodies,
         field: str,
         inputs: Sequence[str | tuple[int, ...] | TextPair],
-        request_id: str,
-        tenant: str,
+        origin: Origin,
     ) -> tuple[str, list[bytes], int]:
         """Return the model, the embedding of each input or the score of each pair, and how many
         tokens they have. Equal inputs are computed once."""
@@ -165,12 +160,13 @@ class PoolingApi:
         self._embedder.check(model.name)
         unique = list(dict.fromkeys(inputs))
         made = [
-            await self._preprocessor.embedding_request(
-                text, model, f"{request_id}-{i}", field=field, tenant=tenant
-            )
+            await self._preprocessor.embedding_request(text, model, origin, i, field=field)
             for i, text in enumerate(unique)
         ]
-        places = asyncio.Semaphore(_AT_ONCE)
+        # Of a batch, other lines are answered at the same time.
+        places = asyncio.Semaphore(
+            _AT_ONCE if origin.service_class is ServiceClass.INTERACTIVE else 1
+        )
 
         async def embed(request: GenerateRequest) -> bytes:
             async with places:

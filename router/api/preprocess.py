@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.errors import (
     ConfigError,
@@ -74,6 +74,15 @@ class ParsedRequest:
     only_prompt: bool = False  # repeat the prompt and generate nothing
     # Fields of vLLM's chat request that say how the answer is parsed: tool_choice, ...
     parsing_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Origin(NamedTuple):
+    """Who asks for embeddings, and until when, if not for as long as the router allows."""
+
+    request_id: str
+    tenant: str
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    timeout_s: float | None = None
 
 
 def new_request_id(prefix: str) -> str:
@@ -214,12 +223,12 @@ class Preprocessor:
         self,
         prompt: str | tuple[int, ...] | TextPair,
         model: ModelInfo,
-        request_id: str,
+        origin: Origin,
+        index: int,
         *,
         field: str,
-        tenant: str,
     ) -> GenerateRequest:
-        """Return a request for the embedding of `prompt`, or the score of a pair. Raises
+        """Return a request for the embedding of a prompt, or the score of a pair. Raises
         InvalidRequest, naming `field`, and ContextLengthExceeded with both lengths."""
         second_text_at = 0
         if isinstance(prompt, TextPair):
@@ -234,12 +243,13 @@ class Preprocessor:
                 field=field,
             )
         return GenerateRequest(
-            request_id=request_id,
+            request_id=f"{origin.request_id}-{index}",
             model=model.name,
             prompt_token_ids=tokens,
             sampling=SamplingParams(max_tokens=1),
-            deadline=self._now() + self._timeout_s,
-            tenant=tenant,
+            deadline=self._now() + (origin.timeout_s or self._timeout_s),
+            service_class=origin.service_class,
+            tenant=origin.tenant,
             second_text_at=second_text_at,
         )
 

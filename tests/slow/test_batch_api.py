@@ -90,6 +90,7 @@ def test_a_killed_router_loses_no_line_and_writes_none_twice(tmp_path: Path) -> 
         ),
         ("/v1/completions", {"prompt": "Hi"}, "text_completion"),
         ("/v1/responses", {"input": "Hi"}, "response"),
+        ("/v1/embeddings", {"input": ["Hi", "you"]}, "list"),
     ],
 )
 async def test_a_line_is_answered_as_its_endpoint_does(
@@ -102,7 +103,7 @@ async def test_a_line_is_answered_as_its_endpoint_does(
     data = "\n".join(map(json.dumps, lines)).encode()
     router = {"batch": BatchConfig(directory=str(tmp_path))}
     async with (
-        Cluster(prefill=1, decode=1, router=router) as cluster,
+        Cluster(prefill=1, decode=1, pooling=1, router=router) as cluster,
         openai.AsyncOpenAI(base_url=f"http://{cluster.http}/v1", api_key="none") as client,
     ):
         file = await client.files.create(file=("in.jsonl", data), purpose="batch")
