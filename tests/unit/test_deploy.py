@@ -68,6 +68,7 @@ def config_of(pod: dict[str, Any]) -> Config:
     (container,) = pod["containers"]
     words = " ".join(container["args"]).replace("/etc/pdserve/pdserve.yaml", str(CONFIG))
     values = {"POD_ROLE": "decode", "POD_IP": "10.1.2.3", "POD_NAME": "pdserve-decode-5f-x7"}
+    values |= {"NODE": "node-1", "ZONE": "eu-1a", "REGION": ""}  # a label that is missing is empty
     for variable in container.get("env", ()):
         words = words.replace(f"$({variable['name']})", values[variable["name"]])
     return config_from(build_parser().parse_args(words.split()))
@@ -102,7 +103,7 @@ def test_ports_are_those_of_the_configuration() -> None:
     assert worker.routers == (f"dns:pdserve-routers:{router.grpc_port}",)
 
 
-def test_other_pods_reach_what_listens() -> None:
+def test_other_pods_reach_what_listens_and_know_where_it_is() -> None:
     router, worker = (
         config_of(workload("pdserve-router")).router,
         config_of(workload("pdserve")).worker,
@@ -110,6 +111,7 @@ def test_other_pods_reach_what_listens() -> None:
     assert (router.http_host, router.grpc_host) == ("0.0.0.0", "0.0.0.0")
     assert {worker.host, worker.kv.host, worker.debug_host} == {"10.1.2.3"}
     assert (worker.worker_id, worker.role.value) == ("pdserve-decode-5f-x7", "decode")
+    assert router.topology.labels == worker.topology.labels == {"host": "node-1", "zone": "eu-1a"}
 
 
 def test_a_pod_is_not_killed_before_it_has_drained() -> None:
@@ -136,7 +138,10 @@ def test_pods_have_no_rights(name: str) -> None:
 def render(folder: Path) -> Found:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
-    objects = yaml.safe_load_all(run("kubectl", "kustomize", folder))
+    objects = list(yaml.safe_load_all(run("kubectl", "kustomize", folder)))
+    for document in objects:
+        if document["kind"] == "Deployment":  # which components patch
+            schemas.validate(document, VERSIONS[-1], strict=True)
     return {(x["kind"], x["metadata"]["name"]): x for x in objects}
 
 
