@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, chdir
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -320,11 +320,12 @@ async def test_a_client_gives_up_when_all_routers_are_away_for_too_long() -> Non
 async def test_a_router_without_the_model_has_its_tokenizer_from_the_worker(tmp_path: Path) -> None:
     """The worker's model is at a path that only the worker can read: a relative one."""
     shutil.copytree(MODEL_DIR, tmp_path / "model")
-    async with (
-        a_router() as router,
-        a_worker(cwd=tmp_path, model="model", model_names="[m]", routers=f"[{router.grpc}]"),
-        aiohttp.ClientSession(router.http) as http,
-    ):
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(a_router())
+        stack.enter_context(chdir(tmp_path))
+        worker = a_worker(model="model", model_names="[m]", routers=f"[{router.grpc}]")
+        await stack.enter_async_context(worker)
+        http = await stack.enter_async_context(aiohttp.ClientSession(router.http))
         await until_workers(router.grpc, 1)
         tokenizer = Tokenizer.load(read_files(MODEL_DIR))
         message = {"role": "user", "content": "What is prefill?"}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -20,6 +17,7 @@ from pdserve import rpc
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.types import Role
+from tests import processes
 from tests.unit.workers.router_side import (
     LONG,
     WAIT_S,
@@ -35,65 +33,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from tests.processes import Running
     from workers.vllm.settings import VllmSettings
-
-_MAIN = """
-import json, os, sys
-from pdserve.local.child import Reports
-from pdserve.config import WorkerConfig
-from pdserve.types import Role
-from workers.main import pin, run_worker, thread_environment
-values = json.loads(sys.argv[1])
-config = WorkerConfig(
-    worker_id="w0", role=Role(values.pop("role")), engine="fake",
-    routers=tuple(values.pop("routers")), **values,
-)
-sys.exit(run_worker(config, reports=Reports(int(sys.argv[2]))))
-"""
-
-
-@dataclass(slots=True)
-class Child:
-    """A worker process and its reports."""
-
-    process: asyncio.subprocess.Process
-    reports: asyncio.StreamReader
-
-    async def report(self, kind: str) -> Any:
-        """The next report of that kind."""
-        async with asyncio.timeout(WAIT_S):
-            while line := await self.reports.readline():
-                message = json.loads(line)
-                if kind in message:
-                    return message[kind]
-        raise AssertionError(f"the worker ended without saying {kind}")
-
-    async def exit_code(self) -> int:
-        async with asyncio.timeout(WAIT_S):
-            return await self.process.wait()
 
 
 @asynccontextmanager
 async def a_process(
-    router: str, role: Role = Role.AGGREGATED, **values: Any
-) -> AsyncIterator[Child]:
-    read_fd, write_fd = os.pipe()
-    arguments = json.dumps({"role": role, "routers": [router], **values})
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _MAIN, arguments, str(write_fd), pass_fds=(write_fd,)
-    )
-    os.close(write_fd)
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    pipe = os.fdopen(read_fd, "rb")
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
-    try:
-        yield Child(process, reader)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        transport.close()
+    router: str, role: Role = Role.AGGREGATED, **values: object
+) -> AsyncIterator[Running]:
+    async with processes.a_worker(worker_id="w0", role=role, routers=[router], **values) as running:
+        yield running
 
 
 async def test_a_signal_drains_it_leaves_the_router_and_exits_with_0() -> None:
