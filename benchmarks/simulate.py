@@ -24,7 +24,8 @@ from benchmarks.errors import BenchError, TargetError
 from benchmarks.replay import ReplaySettings, read_json, run_replay
 from benchmarks.traces import Trace, TraceMeta, TraceRequest, shape_workload
 from pdserve import deadline
-from pdserve.deploy.scaling import Bounds, Scaler, ScalingRules
+from pdserve.config import ScalingConfig
+from pdserve.deploy.scaling import Bounds, Scaler
 from pdserve.errors import PdserveError
 from pdserve.types import GenerateRequest, ModelInfo, Role, WorkerInfo
 from router.accounting import Accounting
@@ -301,7 +302,7 @@ async def _follow_load(
     fleet, costs, loop = router.fleet, router.costs, asyncio.get_running_loop()
     started = {role: getattr(setup, role) for role in (Role.PREFILL, Role.DECODE)}
     bounds = {role: Bounds(least, setup.scale) for role, least in started.items()}
-    scaler, starting = Scaler(bounds, ScalingRules(), started), deque[tuple[float, Role]]()
+    scaler, starting = Scaler(bounds, ScalingConfig(), started), deque[tuple[float, Role]]()
     while True:
         await asyncio.sleep(_LOOK_S)
         members = [m for m in fleet.of_model(_MODEL.name) if not m.lost]

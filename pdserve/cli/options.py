@@ -127,7 +127,9 @@ def _value(key: Key) -> dict[str, Any]:
         return {"choices": key.choices}
     if key.kind is int:
         return {"type": int, "metavar": "N"}
-    return {"type": float, "metavar": "SECONDS"} if key.kind is float else {"metavar": "TEXT"}
+    if key.kind is float:
+        return {"type": float, "metavar": "SECONDS" if key.dotted.endswith("_s") else "NUMBER"}
+    return {"metavar": "TEXT"}
 
 
 def config_from(args: argparse.Namespace) -> Config:

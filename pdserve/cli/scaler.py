@@ -20,7 +20,7 @@ from pdserve.cli.options import (
 from pdserve.config import refuse
 from pdserve.deploy.load import RouterLoads
 from pdserve.deploy.revisions import RouterWeights
-from pdserve.deploy.scaling import Bounds, ScalingRules
+from pdserve.deploy.scaling import Bounds
 from pdserve.discovery import Discovery
 from pdserve.errors import ClientError, ConfigError, PermissionDenied, Unauthenticated
 from pdserve.security.tls import dialer
@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from pdserve.config import WorkerConfig
 
 _ROLES = (Role.PREFILL, Role.DECODE)
-_DEFAULTS = ScalingRules()
+_SCALING = {
+    "--target-load": "up.scaling.target_load",
+    "--up-after": "up.scaling.up_after_s",
+    "--down-after": "up.scaling.down_after_s",
+    "--to-zero-after": "up.scaling.to_zero_after_s",
+}
 
 
 def register(commands: Subparsers) -> None:
@@ -53,19 +58,6 @@ def register(commands: Subparsers) -> None:
         metavar="ROLE=TYPE.VERSION.GROUP/NAME",
         help="what has a role's replicas (default: deployments.v1.apps/pdserve-ROLE); repeatable",
     )
-    for flag, value, metavar, text in (
-        ("--target-load", _DEFAULTS.target_load, "SHARE", "load of a role with enough workers"),
-        ("--up-after", _DEFAULTS.up_after_s, "SECONDS", "of load before there are more workers"),
-        ("--down-after", _DEFAULTS.down_after_s, "SECONDS", "without it before there is one less"),
-        (
-            "--to-zero-after",
-            0.0,
-            "SECONDS",
-            "without requests before all workers stop, 0 for never",
-        ),
-    ):
-        note = f"{text} (default: {value:g})"
-        parser.add_argument(flag, type=float, default=value, metavar=metavar, help=note)
     text = "name of the Lease (default: %(default)s)"
     parser.add_argument("--lease", default="pdserve-scaler", metavar="NAME", help=text)
     operator = add_command(
@@ -75,8 +67,9 @@ def register(commands: Subparsers) -> None:
         "go, as their failures and SLOs compare. The routers are those of worker.routers; where "
         f"they ask for a key, {KEY_VARIABLE} has an admin's. Of several such processes one leads.",
     )
-    for each in (parser, operator):
-        add_config_options(each, {"--router": "worker.routers"})
+    routers = {"--router": "worker.routers"}
+    add_config_options(parser, routers | _SCALING)
+    add_config_options(operator, routers)
 
 
 def _bounds(text: str) -> Bounds:
@@ -92,15 +85,6 @@ async def _run(args: argparse.Namespace) -> int:
     from pdserve.deploy.kubernetes.lease import LeaderLease
     from pdserve.deploy.kubernetes.scaler import Pool, ReplicaScaler
 
-    try:
-        rules = ScalingRules(
-            target_load=args.target_load,
-            up_after_s=args.up_after,
-            down_after_s=args.down_after,
-            to_zero_after_s=args.to_zero_after,
-        )
-    except ValueError as error:
-        refuse("scaler", str(error))
     bounds = {role: getattr(args, role) for role in _ROLES if getattr(args, role)}
     if not bounds:
         refuse("scaler", "needs --prefill LEAST:MOST, --decode LEAST:MOST, or both")
@@ -110,13 +94,14 @@ async def _run(args: argparse.Namespace) -> int:
             refuse("--target", f"{role!r} is no role whose workers are given, by --{role}")
         targets[Role(role)] = target
     pools = {role: Pool(*scale_of(targets[role]), bounds[role]) for role in bounds}
-    worker, clock = config_from(args).worker, time.monotonic
+    config, clock = config_from(args), time.monotonic
+    worker = config.worker
     _log(worker)
     access = dialer(worker.access, "worker.access")
     loads = RouterLoads(Discovery(worker.routers), access, worker.served_names[0])
     async with connect() as client:
         lease = LeaderLease(client, args.lease, clock)
-        scaler = ReplicaScaler(client, lease, pools, rules, loads.measure, clock)
+        scaler = ReplicaScaler(client, lease, pools, config.up.scaling, loads.measure, clock)
         await until_stopped(repeat(scaler.look, (ClientError, ConfigError)))
     return 0
 

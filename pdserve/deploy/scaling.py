@@ -16,31 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pdserve.config import ScalingConfig
     from pdserve.types import Role
 
 # Rounding must not ask for a worker more.
 _SLACK = 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingRules:
-    """Workers are added if the load was above `target_load` on average over `up_after_s`: at most
-    as many as there are. One is removed if those left would have been below it on average over
-    `up_after_s` and over `down_after_s`. Both times start anew after every change.
-
-    With `to_zero_after_s` all workers of the model go after so long without any load, and the first
-    load brings the fewest of each role back."""
-
-    target_load: float = 0.7
-    up_after_s: float = 10.0
-    down_after_s: float = 120.0
-    to_zero_after_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.target_load <= 1:
-            raise ValueError(f"target_load must be above 0 and at most 1, not {self.target_load}")
-        if min(self.up_after_s, self.down_after_s, self.to_zero_after_s) < 0:
-            raise ValueError("no time may be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +45,17 @@ class _RoleState:
 
 
 class Scaler:
-    """State: the workers wanted of each role of one model, and whether it is at zero."""
+    """State: the workers wanted of each role of one model, and whether it is at zero.
+
+    Workers are added if the load was above `target_load` on average over `up_after_s`: at most as
+    many as there are. One is removed if those left would have been below it on average over
+    `up_after_s` and over `down_after_s`. Both times start anew after every change. With
+    `to_zero_after_s` all workers of the model stop after so long without any load, and the first
+    load brings the fewest of each role back.
+    """
 
     def __init__(
-        self, bounds: Mapping[Role, Bounds], rules: ScalingRules, present: Mapping[Role, int]
+        self, bounds: Mapping[Role, Bounds], rules: ScalingConfig, present: Mapping[Role, int]
     ) -> None:
         """`present` has the workers that there are, from which it goes on, within the bounds."""
         self._bounds = bounds

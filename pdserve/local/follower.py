@@ -9,8 +9,8 @@ from pdserve.deploy.scaling import Bounds, Scaler
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
+    from pdserve.config import ScalingConfig
     from pdserve.deploy.load import Load
-    from pdserve.deploy.scaling import ScalingRules
     from pdserve.local.specs import Pool
 
 
@@ -28,7 +28,7 @@ class LoadFollower:
     def __init__(
         self,
         pools: Sequence[Pool],
-        rules: ScalingRules,
+        rules: ScalingConfig,
         measure: Callable[[], Awaitable[Load]],
     ) -> None:
         self._pools = {pool.role: pool for pool in pools}

@@ -26,7 +26,6 @@ from msgspec.structs import replace
 
 from pdserve.config import MOVE_S, UNPIN_S, refuse, to_mapping
 from pdserve.deploy.load import RouterLoads
-from pdserve.deploy.scaling import ScalingRules
 from pdserve.discovery import Discovery
 from pdserve.errors import PdserveError
 from pdserve.hub import with_directories
@@ -263,19 +262,13 @@ class Supervisor:
     def _followers(self) -> list[LoadFollower]:
         """Return one for each model whose number of workers may change."""
         scaling, discovery = self._config.up.scaling, Discovery(self._addresses())
-        rules = ScalingRules(
-            target_load=scaling.target_load,
-            up_after_s=scaling.up_after_s,
-            down_after_s=scaling.down_after_s,
-            to_zero_after_s=scaling.to_zero_after_s,
-        )
         found = []
         for model in self._models:
             pools = [x for x in self._pools if x.model == model and x.role in specs.SCALED]
             may_change = scaling.to_zero_after_s or any(len(x.names) > x.least for x in pools)
             if may_change and any(pool.names for pool in pools):
                 measure = RouterLoads(discovery, self._dialer, model).measure
-                found.append(LoadFollower([x for x in pools if x.names], rules, measure))
+                found.append(LoadFollower([x for x in pools if x.names], scaling, measure))
         return found
 
     async def _scale(self, follower: LoadFollower) -> None:

@@ -19,9 +19,10 @@ from pdserve.errors import Conflict, NotFound, Unavailable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from pdserve.config import ScalingConfig
     from pdserve.deploy.kubernetes.lease import LeaderLease
     from pdserve.deploy.load import Load
-    from pdserve.deploy.scaling import Bounds, ScalingRules
+    from pdserve.deploy.scaling import Bounds
     from pdserve.types import Role
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class ReplicaScaler:
         client: Any,
         lease: LeaderLease,
         pools: Mapping[Role, Pool],
-        rules: ScalingRules,
+        rules: ScalingConfig,
         measure: Callable[[], Awaitable[Load]],
         clock: Callable[[], float],
     ) -> None:

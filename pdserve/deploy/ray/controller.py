@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import ray
-from msgspec import Struct, structs
+from msgspec import Struct
 from msgspec.structs import replace
 from ray.experimental.internal_kv import (
     _internal_kv_del,
@@ -26,7 +26,7 @@ from pdserve.deploy.load import Load, RouterLoads
 from pdserve.deploy.ray.host import Host
 from pdserve.deploy.ray.rollout import Placed, choose_node, next_steps
 from pdserve.deploy.ray.spec import ServiceSpec, place_of
-from pdserve.deploy.scaling import Bounds, Scaler, ScalingRules
+from pdserve.deploy.scaling import Bounds, Scaler
 from pdserve.discovery import Discovery
 from pdserve.errors import PdserveError
 from pdserve.security.tls import dialer
@@ -203,8 +203,7 @@ class Controller:
             if model not in self._scalers:
                 bounds = {role: Bounds(*spec.bounds[pool]) for role, pool in pools.items()}
                 present = {role: counts[pool] for role, pool in pools.items()}
-                rules = ScalingRules(**structs.asdict(spec.scaling))
-                self._scalers[model] = Scaler(bounds, rules, present)
+                self._scalers[model] = Scaler(bounds, spec.scaling, present)
             needs = loads[model].needs if model in loads else {}
             for role, count in self._scalers[model].decide(needs, now).items():
                 counts[pools[role]] = count

@@ -6,9 +6,11 @@ import itertools
 import threading
 import time
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from kv_transfer import snapshot
 from kv_transfer.layout import KvGroup
@@ -99,7 +101,7 @@ class Worker:
         self.cache = Cache(self.shape, seed=seed, shared=self.shared)
         names = tuple(each.name for each in self.transports)
         if names:
-            self.settings = replace(self.settings, transports=names)
+            self.settings = structs.replace(self.settings, transports=names)
         self.half = WorkerHalf(self.settings, self.instance_id, self.transports)
         self.peers = self.half.peers
         shard = self.shard or Shard(1, self.shape.page_bytes, KvGroup(0, BLOCK_SIZE))
@@ -203,7 +205,7 @@ class Rig:
         settings = {
             key: parts.pop(key)
             for key in list(parts)
-            if key in KvSettings.__dataclass_fields__ and key != "transports"
+            if key in KvSettings.__struct_fields__ and key != "transports"
         }
         made = KvSettings(**{**PATIENT, **settings})
         parts.setdefault("transports", [self._transport(made)])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from kv_transfer import transport
 from kv_transfer.errors import KvTransferError
@@ -170,7 +171,7 @@ def test_between_hosts_tcp_is_a_downgrade_only_if_shm_was_asked_for(
     shm_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
     source, target = two_workers(shm_rig, tmp_path, tmp_path)
-    target.peers._settings = dataclasses.replace(target.settings, transports=names)
+    target.peers._settings = structs.replace(target.settings, transports=names)
     hosts = iter(["one", "other"])
     monkeypatch.setattr(peers_module, "boot_id", lambda: next(hosts))
     transfer(source, target)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.cli import main
+from pdserve.config import ScalingConfig
 from pdserve.deploy.load import Load
-from pdserve.deploy.scaling import Bounds, ScalingRules
+from pdserve.deploy.scaling import Bounds
 from pdserve.errors import ClientError, ConfigError, PermissionDenied, Unavailable
 from pdserve.types import Role
 from tests.kubernetes_api import KubernetesApi, Right, kubernetes_api, rights_in
@@ -27,7 +28,7 @@ from pdserve.deploy.kubernetes.api import connect, repeat, scale_of
 from pdserve.deploy.kubernetes.lease import DURATION_S, LeaderLease
 from pdserve.deploy.kubernetes.scaler import Pool, ReplicaScaler
 
-RULES = ScalingRules(target_load=0.5, up_after_s=0.0, down_after_s=0.0)
+RULES = ScalingConfig(target_load=0.5, up_after_s=0.0, down_after_s=0.0)
 COST = "controller.kubernetes.io/pod-deletion-cost"
 LEASE = "pdserve-scaler"
 # Those of the manifest are enough, and each is needed.
@@ -45,7 +46,7 @@ class Setup:
         self._stack = stack
         self.decode = "deployments.v1.apps/pdserve-decode"
 
-    async def start(self, rules: ScalingRules = RULES) -> ReplicaScaler:
+    async def start(self, rules: ScalingConfig = RULES) -> ReplicaScaler:
         client = await self._stack.enter_async_context(connect())
         pools = {
             Role.PREFILL: Pool(*scale_of("deployments.v1.apps/pdserve-prefill"), Bounds(1, 4)),

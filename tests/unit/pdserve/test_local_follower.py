@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.config import load_config
+from pdserve.config import ScalingConfig, load_config
 from pdserve.deploy.load import Load
-from pdserve.deploy.scaling import ScalingRules
 from pdserve.errors import ConfigError
 from pdserve.local.follower import LoadFollower
 from pdserve.local.specs import Pool, worker_pools
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NAMES = ("decode-0", "decode-1", "decode-2")
-RULES = ScalingRules(target_load=1.0, up_after_s=1.0, down_after_s=1.0)
+RULES = ScalingConfig(target_load=1.0, up_after_s=1.0, down_after_s=1.0)
 
 
 async def test_spare_workers_start_and_the_idlest_stop() -> None:

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.deploy.scaling import Bounds, Scaler, ScalingRules
+from pdserve.config import ScalingConfig, load_config
+from pdserve.deploy.scaling import Bounds, Scaler
+from pdserve.errors import ConfigError
 from pdserve.types import Role
 
-RULES = ScalingRules(target_load=0.7, up_after_s=10.0, down_after_s=60.0)
+RULES = ScalingConfig(target_load=0.7, up_after_s=10.0, down_after_s=60.0)
 DECODE = Role.DECODE
 
 
@@ -72,12 +74,12 @@ def test_bounds_that_cannot_be_kept_are_refused(least: int, most: int) -> None:
 
 
 def test_a_target_load_that_cannot_be_kept_is_refused() -> None:
-    with pytest.raises(ValueError, match="target_load"):
-        ScalingRules(target_load=0.0)
+    with pytest.raises(ConfigError, match=r"up\.scaling\.target_load"):
+        load_config(None, {"up.scaling.target_load": 0.0})
 
 
 def test_a_model_without_requests_goes_to_zero_and_the_first_one_brings_it_back() -> None:
-    rules = ScalingRules(up_after_s=10.0, down_after_s=60.0, to_zero_after_s=30.0)
+    rules = ScalingConfig(up_after_s=10.0, down_after_s=60.0, to_zero_after_s=30.0)
     bounds = {Role.PREFILL: Bounds(1, 4), DECODE: Bounds(2, 4)}
     scaler = Scaler(bounds, rules, {Role.PREFILL: 1, DECODE: 2})
 
