@@ -56,8 +56,8 @@ gpu-install: ## the same for NVIDIA GPUs: vLLM with CUDA, on Linux x86_64 with P
 
 ray-install: $(VENV)/ray ## add Ray, which `pdserve up --on ray` and its tests need
 
-$(VENV)/ray: requirements/ray.lock | $(STAMP)
-	@echo "installing Ray"
+$(VENV)/ray $(VENV)/kubernetes: $(VENV)/%: requirements/%.lock | $(STAMP)
+	@echo "installing what $< lists"
 	@$(PIP) install -q --no-deps -r $< 2>$(PIP_LOG) || $(SHOW_PIP_LOG)
 	@touch $@
 
@@ -76,7 +76,7 @@ test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why 
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); \
 		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
 
-test-tools: test-programs ray-install $(CLIENTS)/installed $(LOAD_CLIENTS)/installed tests/clients/node_modules ## what some slow tests use, and are skipped without
+test-tools: test-programs ray-install $(VENV)/kubernetes $(CLIENTS)/installed $(LOAD_CLIENTS)/installed tests/clients/node_modules ## what some tests use, and are skipped without
 
 test-programs: ## part of test-tools, as root on Debian: its programs
 	apt-get update -q

