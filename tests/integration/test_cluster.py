@@ -99,40 +99,32 @@ class TestAnswers:
 
 
 class TestCancellation:
-    @pytest.mark.parametrize("tokens", [1, 5])
-    async def test_a_client_that_leaves_frees_both_workers(self, tokens: int) -> None:
+    @pytest.mark.parametrize(
+        ("name", "faults", "tokens"),
+        [
+            ("prefill-0", FakeFaults(stalled=True), 0),
+            ("prefill-0", FakeFaults(delay_transfer_s=1000.0), 1),
+            ("decode-0", FakeFaults(stall_at_step=10), 1),
+            ("decode-0", FakeFaults(stall_at_step=10), 5),
+        ],
+        ids=["in prefill", "in transfer", "before decode", "in decode"],
+    )
+    async def test_a_client_that_leaves_frees_both_workers(
+        self, name: str, faults: FakeFaults, tokens: int
+    ) -> None:
         async with Cluster(prefill=1, decode=1) as cluster:
-            # Decode stops in the middle, so that the client leaves before the end.
-            cluster.faults("decode-0", FakeFaults(stall_at_step=10))
-            trigger = Trigger(tokens)
+            cluster.faults(name, faults)
+            trigger, decode = Trigger(tokens), cluster.workers["decode-0"].service
             asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
-            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
+            await cluster.until(
+                lambda: trigger.fired.is_set() if tokens else decode.ledger().in_flight_blocks
+            )
             asking.cancel()
             await asyncio.wait({asking})
             assert asking.cancelled()
             await cluster.assert_no_leaks()
-            cluster.faults("decode-0", FakeFaults())
+            cluster.faults(name, FakeFaults())
             assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
-
-    async def test_a_client_that_leaves_in_mid_transfer_frees_both_workers(self) -> None:
-        async with Cluster(prefill=1, decode=1) as cluster:
-            cluster.faults("prefill-0", FakeFaults(delay_transfer_s=1000.0))
-            trigger = Trigger(1)
-            asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
-            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
-            asking.cancel()
-            await asyncio.wait({asking})
-            await cluster.assert_no_leaks()
-
-    async def test_a_client_that_leaves_in_mid_prefill_frees_both_workers(self) -> None:
-        async with Cluster(prefill=1, decode=1) as cluster:
-            cluster.faults("prefill-0", FakeFaults(stalled=True))
-            asking = asyncio.create_task(cluster.ask(PROMPT, LONG))
-            decode = cluster.workers["decode-0"].service
-            await cluster.until(lambda: decode.ledger().in_flight_blocks)
-            asking.cancel()
-            await asyncio.wait({asking})
-            await cluster.assert_no_leaks()
 
     async def test_a_deadline_ends_the_request_everywhere(self) -> None:
         async with Cluster(prefill=1, decode=1) as cluster:
