@@ -215,20 +215,3 @@ async def test_loads_and_workers_are_shown_at_zero_and_without_role_changes(
         monkeypatch.setattr(registry, "FORGET_AFTER_S", 0.0)
         await cluster.until(lambda: not cluster.router.fleet.models())
         await until_shown(*loads, *(f"{x} 0.0" for x in ready))
-
-
-async def test_after_a_failed_role_change_another_worker_is_tried() -> None:
-    cluster = Cluster(prefill=1, decode=3, engine_args=ENGINES, router={"roles": QUICK})
-    async with cluster:
-        for name in ("decode-0", "decode-1", "decode-2"):
-            cluster.faults(name, FakeFaults(fail_prefill="probe-*"))
-        async with under_load(cluster, 8, *PROMPTS):
-            async with asyncio.timeout(WAIT_S):
-                while True:
-                    if 'outcome="failed"' in await metrics(cluster):
-                        break
-                    await asyncio.sleep(0.02)
-            cluster.faults("decode-1", FakeFaults())
-            cluster.faults("decode-2", FakeFaults())
-            await until_split(cluster, 3, 1)
-        assert await role_of(cluster, "decode-0") == ("decode", "ready")
