@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -115,9 +115,8 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is broken: {error}", field="model") from error
-        # A plain dict is faster than the chain of dicts that jinja2 makes.
         more = {"tools": None, "documents": None}
-        self._template.globals = {**self._template.globals, **special_tokens, **more}
+        self._globals = {**self._template.globals, **special_tokens, **more}
         self._knows_developer = "developer" in source
         self._source = source
         self.takes_tools = "tools" in source
@@ -156,9 +155,10 @@ class ChatTemplate:
             if message["role"] == "developer" and not self._knows_developer:
                 message["role"] = "system"
         try:
-            text = self._template.render(
-                {**variables, "messages": plain, "add_generation_prompt": add_generation_prompt}
-            )
+            given = {**variables, "messages": plain, "add_generation_prompt": add_generation_prompt}
+            # What Template.render does, without its copies of the variables.
+            context = Context(_ENVIRONMENT, {**self._globals, **given}, None, self._template.blocks)
+            text = "".join(self._template.root_render_func(context))
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"

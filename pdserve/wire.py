@@ -88,12 +88,17 @@ def _codec(
                 values[name] = convert(values[name])
         return pb(**values)
 
+    # A list and positions: the router reads the report of each request.
+    reads = [(names.index(name), name in optional, name, x[1]) for name, x in fields.items()]
+
     def read(message: M) -> T:
-        values = dict(zip(names, values_of(message), strict=True))
-        for name, (_, convert) in fields.items():
-            is_absent = name in optional and not cast("Any", message).HasField(name)
-            values[name] = None if is_absent else convert(values[name])
-        return cls(**values)
+        values = list(values_of(message))
+        for at, is_optional, name, convert in reads:
+            if is_optional and not message.HasField(name):  # type: ignore[attr-defined]
+                values[at] = None
+            else:
+                values[at] = convert(values[at])
+        return cls(*values)
 
     return write, read
 
@@ -316,10 +321,11 @@ _SAMPLING_FROM_PB: dict[str, Callable[[Any], Any]] = {
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
     """Defaults are left out, because requests set few fields."""
     values = zip(_SAMPLING, _sampling_of(params), _DEFAULTS, strict=True)
-    given = {name: value for name, value, default in values if value != default}
+    given: dict[str, Any] = {name: value for name, value, default in values if value != default}
     if params.structured_output is not None:
         given["structured_output"] = _structured_to_pb(params.structured_output)
-    return c.SamplingParams(**{**given, "max_tokens": params.max_tokens})
+    given["max_tokens"] = params.max_tokens
+    return c.SamplingParams(**given)
 
 
 def sampling_from_pb(message: c.SamplingParams, *, default_max_tokens: int) -> t.SamplingParams:

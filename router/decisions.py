@@ -20,7 +20,7 @@ MAX_OF_ONE_REQUEST = 16
 _PREDICTED_S = tuple(x for x in Prediction.__struct_fields__ if x.endswith("_s"))
 
 
-class Recorded(Struct, frozen=True):
+class Recorded(Struct, frozen=True, gc=False):
     """One decision, without the prompt's tokens. `cause` says why the request was placed again,
     `refused` why it was not placed."""
 

@@ -73,7 +73,7 @@ class Embedder:
     async def _embed(self, request: GenerateRequest) -> bytes:
         failed: list[str] = []
         while True:
-            async with self._admission.slot(
+            with await self._admission.slot(
                 request, lambda: self._reserve(request, frozenset(failed))
             ) as reservation:
                 answer = Answer(Discard(), 1, [])

@@ -192,7 +192,7 @@ class RequestServer:
                 request = request.under("" if span is None else span.traceparent)
                 record.trace_id = trace_id(request.traceparent)
             demand = placer.demand(request)
-            async with services.admission.slot(
+            with await services.admission.slot(
                 request,
                 lambda: placer.reserve(demand),
                 kv_tokens=demand.kv_tokens,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from pdserve.errors import DeadlineExceeded, Overloaded, PdserveError, Refusal, Unavailable
 from pdserve.types import ServiceClass
@@ -19,7 +18,7 @@ from router.admission.queue import AdmissionRate, Entry, ModelQueue, Promises, R
 from router.admission.tenants import Tenants
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
     from pdserve.types import GenerateRequest
 
@@ -67,6 +66,21 @@ class LatencyModel(Protocol):
         ...
 
 
+class Slot(Generic[R]):
+    """A slot of an admitted request. A context of its reservation: leaving it releases both."""
+
+    __slots__ = ("_admission", "_entry", "_reservation")
+
+    def __init__(self, admission: AdmissionController, entry: Entry, reservation: R) -> None:
+        self._admission, self._entry, self._reservation = admission, entry, reservation
+
+    def __enter__(self) -> R:
+        return self._reservation
+
+    def __exit__(self, *_: object) -> None:
+        self._admission.release(self._entry, self._reservation)
+
+
 @dataclass(slots=True)
 class _Model:
     """State of one model. `blocked` are the requests that found no capacity in the last scan;
@@ -109,7 +123,6 @@ class AdmissionController:
         state = self._models.get(model)
         return 0 if state is None else len(state.queue)
 
-    @asynccontextmanager
     async def slot(
         self,
         request: GenerateRequest,
@@ -117,8 +130,8 @@ class AdmissionController:
         *,
         kv_tokens: int = 0,
         has_adapter_slot: Callable[[], bool] = lambda: True,
-    ) -> AsyncIterator[R]:
-        """Wait for a slot and yield what `try_reserve` returned. Leaving releases both.
+    ) -> Slot[R]:
+        """Wait for a slot with what `try_reserve` returned.
 
         `try_reserve` is called when it is the request's turn. It returns None if workers have no
         capacity now, and raises Unavailable if no worker could serve the request; both wait.
@@ -144,10 +157,7 @@ class AdmissionController:
             raise
         if reservation is None:
             reservation = await self._wait(model, entry, now)
-        try:
-            yield cast("R", reservation)
-        finally:
-            self._release(entry, reservation)
+        return Slot(self, entry, cast("R", reservation))
 
     def _at_once(self, model: _Model, entry: Entry, now: float) -> Reservation | None:
         """Admit a new request. Return None if it must queue, and may."""
@@ -175,7 +185,7 @@ class AdmissionController:
                 entry.account.leave(self._now() - entry.arrived)  # it costs what was asked for
                 self._remove(model, entry, self._now())
             elif granted.exception() is None:
-                self._release(entry, granted.result())
+                self.release(entry, granted.result())
             raise
         return granted.result()
 
@@ -387,7 +397,8 @@ class AdmissionController:
         self.running += 1
         self._running_batch += entry.is_batch
 
-    def _release(self, entry: Entry, reservation: Reservation) -> None:
+    def release(self, entry: Entry, reservation: Reservation) -> None:
+        """Give back the slot of an admitted request."""
         reservation.release()
         self.running -= 1
         self._running_batch -= entry.is_batch

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pdserve.errors import Conflict, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pdserve.errors import PdserveError
 
 # For a request that is ended to tell its client so.
@@ -18,16 +15,28 @@ END_S = 1.0
 
 
 class OpenRequest:
-    """One request, answered by one task. `error` is set if somebody else ended it, `claimed` if it
-    has an idempotency key."""
+    """One request, answered by one task, as long as that is in this context. `error` is set if
+    somebody else ended it, `claimed` if it has an idempotency key."""
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self._task = task
+    def __init__(self, requests: OpenRequests, task: asyncio.Task[Any]) -> None:
+        self._requests, self._task = requests, task
+        self._cancelling = task.cancelling()
         self.claimed: tuple[str, str] | None = None
         self.error: PdserveError | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, raised: BaseException | None, *__: object) -> None:
+        self._requests.leave(self)
+        # As in asyncio.timeout: a cancellation from elsewhere stays one.
+        is_cancelled = isinstance(raised, asyncio.CancelledError) and self.error is not None
+        if is_cancelled and self._task.uncancel() <= self._cancelling:
+            assert self.error is not None
+            raise self.error from None
+
     def end(self, error: PdserveError) -> None:
-        """Cancel the task; OpenRequests.enter turns the cancellation into `error`."""
+        """Cancel the task; leaving the context turns the cancellation into `error`."""
         if self.error is None:
             self.error = error
             self._task.cancel()
@@ -52,29 +61,22 @@ class OpenRequests:
         if self._stopping:
             raise _stopping()
 
-    @contextmanager
-    def enter(self) -> Iterator[OpenRequest]:
+    def enter(self) -> OpenRequest:
         """Answer a request in the current task. Raises Unavailable once the router is stopping."""
         self.check_open()
         task = asyncio.current_task()
         assert task is not None
-        cancelling = task.cancelling()
-        request = OpenRequest(task)
+        request = OpenRequest(self, task)
         self._open.add(request)
         self._idle.clear()
-        try:
-            yield request
-        except asyncio.CancelledError:
-            # As in asyncio.timeout: a cancellation from elsewhere stays one.
-            if request.error is not None and task.uncancel() <= cancelling:
-                raise request.error from None
-            raise
-        finally:
-            if request.claimed and self._claimed.get(request.claimed) is request:
-                del self._claimed[request.claimed]
-            self._open.discard(request)
-            if not self._open:
-                self._idle.set()
+        return request
+
+    def leave(self, request: OpenRequest) -> None:
+        if request.claimed and self._claimed.get(request.claimed) is request:
+            del self._claimed[request.claimed]
+        self._open.discard(request)
+        if not self._open:
+            self._idle.set()
 
     def claim(self, request: OpenRequest, tenant: str, key: str, resumes: bool) -> None:
         """Make this the tenant's only open request with the idempotency key `key`, if it has one.

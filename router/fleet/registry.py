@@ -97,6 +97,7 @@ class Fleet:
         self._router_id = router_id
         self.slots = 0  # requests that the engines of all workers run at once
         self._by_model: dict[tuple[str, bool], list[Member]] = {}
+        self._largest: dict[tuple[str, bool], tuple[int, int]] = {}
         self._models: dict[str, ModelInfo] = {}
         self._links: dict[Member, WorkerConnection] = {}
         self._is_open = False
@@ -312,6 +313,7 @@ class Fleet:
 
     def _forget_views(self) -> None:
         self._by_model.clear()
+        self._largest.clear()
         self._models = {}
         self.slots = sum(m.info.max_num_seqs for m in self.members.values() if not m.lost)
 
@@ -459,9 +461,14 @@ class Fleet:
     def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
         """Return the most tokens that a worker of a model holds, and the largest block size.
         Prefill workers count only with `prefill_only`, or if there are no others."""
-        members = self.of_model(model)
-        able = [m for m in members if prefill_only or m.info.role is not Role.PREFILL] or members
-        return max(m.capacity_tokens for m in able), max(m.info.block_size for m in able)
+        found = self._largest.get((model, prefill_only))
+        if found is None:
+            members = self.of_model(model)
+            able = [m for m in members if prefill_only or m.info.role is not Role.PREFILL]
+            able = able or list(members)
+            found = max(m.capacity_tokens for m in able), max(m.info.block_size for m in able)
+            self._largest[model, prefill_only] = found
+        return found
 
     def candidates(self, model: str) -> list[Candidate]:
         """Return the workers of a model as a placement decision sees them. If none is ready,

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 AGGREGATED = "aggregated"
 LIVE_KV = "live_kv"
 
-_GENERATING = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 _MAX_REASONS = 3
 
 
@@ -65,9 +64,15 @@ class Eligible:
 
 
 def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
-    found = prefer(able(candidates, demand), demand.avoid)
-    prefills, decodes, aggregated = ([c for c in found if c.role is x] for x in _GENERATING)
-    return Eligible(prefills, decodes, aggregated, demand.excluded)
+    found = Eligible([], [], [], demand.excluded)
+    lists = {
+        Role.PREFILL: found.prefills,
+        Role.DECODE: found.decodes,
+        Role.AGGREGATED: found.aggregated,
+    }
+    for c in prefer(able(candidates, demand), demand.avoid):
+        lists[c.role].append(c)
+    return found
 
 
 def able(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate]:

@@ -33,7 +33,7 @@ class MemberState(StrEnum):
     LOST = "lost"
 
 
-class Demand(Struct):
+class Demand(Struct, gc=False):
     """What a request needs, in tokens; not changed after it was made.
 
     `prefill_only`: one token is wanted, so no decode. `avoid`: workers to use only if there is no
@@ -79,7 +79,7 @@ class Demand(Struct):
         return hashes
 
 
-class Candidate(Struct, eq=False):
+class Candidate(Struct, eq=False, gc=False):
     """A worker as one decision sees it; not changed after it was made.
 
     `kind` tells which workers it can exchange KV with. `load` is None until the worker reported it.
@@ -124,7 +124,7 @@ class Candidate(Struct, eq=False):
         return sum(map(bool, self.resident.values())) < self.info.max_loras
 
 
-class Placement(Struct, frozen=True):
+class Placement(Struct, frozen=True, gc=False):
     """Where a request goes. Without `prefill`, `decode` does both phases (aggregated)."""
 
     decode: Candidate
@@ -157,7 +157,7 @@ Weights = tuple[tuple[Scorer, float], ...]
 """Scorers with weights that sum to 1. Without any, all candidates score alike."""
 
 
-class Scoreboard(Struct, frozen=True, eq=False):
+class Scoreboard(Struct, frozen=True, eq=False, gc=False):
     """Scores of one phase: a column for each scorer, and their weighted sums."""
 
     weights: Weights
@@ -166,7 +166,7 @@ class Scoreboard(Struct, frozen=True, eq=False):
     totals: dict[Candidate, float]
 
 
-class Decision(Struct, eq=False):
+class Decision(Struct, eq=False, gc=False):
     """Result of a policy, with its reasons; not changed after the policy returned it. `placement`
     is None if the request has to wait for capacity. `totals` is what was compared last.
     `filters.why_not` derives why the other candidates lost."""

@@ -86,7 +86,7 @@ class Clients:
 
         async def run() -> None:
             reserve = lambda: self.pool.reserve(tokens)  # noqa: E731
-            async with self.controller.slot(request, reserve, kv_tokens=tokens) as held:
+            with await self.controller.slot(request, reserve, kv_tokens=tokens) as held:
                 assert held.tokens == tokens
                 self.admitted.append(name)
                 await end.wait()
