@@ -138,7 +138,8 @@ class Reservation:
             self._children_charge.release()
 
     def release(self) -> None:
-        self.release_children()
+        if self._children_charge is not None:
+            self._children_charge.release()
         self.decode_charge.release()
         if self.prefill_charge is not None:
             self.prefill_charge.release()

@@ -183,9 +183,9 @@ class RequestServer:
         span: Span | None = None
         ended_by: PdserveError | None = Cancelled("the client went away")
         generations: list[Generation] = []
-        record = RequestRecord.of(request, now())
+        record, adapter = RequestRecord.of(request, now()), request.adapter_key
         self.log.begin(record)
-        self.open_adapters[request.adapter_key] += 1
+        self.open_adapters[adapter] += 1
         try:
             if self._tracing is not None:
                 span = self._begin_span(self._tracing, request)
@@ -221,9 +221,9 @@ class RequestServer:
         finally:
             self._generations.difference_update(generations)
             self.log.end(record, now(), ended_by)
-            self.open_adapters[request.adapter_key] -= 1
-            if not self.open_adapters[request.adapter_key]:
-                del self.open_adapters[request.adapter_key]
+            self.open_adapters[adapter] -= 1
+            if not self.open_adapters[adapter]:
+                del self.open_adapters[adapter]
             if ended_by is not None:
                 for generation in generations:
                     generation.charge(failed=ended_by.code)

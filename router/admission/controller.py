@@ -284,8 +284,9 @@ class AdmissionController:
         return self._limits.max_running_requests or max(1, self._slots())
 
     def _has_slot(self, entry: Entry) -> bool:
-        has_slot = self.running < self._most_running
-        return has_slot and (self._has_batch_slot or not entry.is_batch)
+        if entry.is_batch and not self._has_batch_slot:
+            return False
+        return self.running < self._most_running
 
     @property
     def _has_batch_slot(self) -> bool:

@@ -196,7 +196,7 @@ class _TextBody(OpenAiBody, kw_only=True):
     @property
     def usage_in_chunks(self) -> bool:
         options = self.stream_options
-        return self.include_usage and bool(options and options.continuous_usage_stats)
+        return options is not None and self.include_usage and bool(options.continuous_usage_stats)
 
     @property
     def constraint_field(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
-import secrets
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -86,7 +86,7 @@ class Origin(NamedTuple):
 
 
 def new_request_id(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(16)}"
+    return f"{prefix}{os.urandom(16).hex()}"
 
 
 def check_request_id(request_id: str, *, field: str) -> str:
@@ -255,11 +255,12 @@ class Preprocessor:
 
     def find(self, name: str) -> tuple[ModelInfo, Adapter | None]:
         """Return the model of this name, or the adapter with its model. Raises ModelNotFound."""
-        models, adapters = self._models(), self._adapters()
+        models = self._models()
         if not models:
             raise Unavailable("no worker is registered", retry_after_s=1.0)
         if (found := find_model(models, name)) is not None:
             return found, None
+        adapters = self._adapters()
         if (adapter := adapters.get(name)) is not None and adapter.model in models:
             return models[adapter.model], adapter
         if not name and len(models) == 1:

@@ -72,7 +72,7 @@ class Member:
             return MemberState.LOST
         if self.draining:
             return MemberState.DRAINING
-        if self.suspended or self.unhealthy:
+        if self.breaker.until is not None or self.unhealthy:
             return MemberState.SUSPENDED
         return MemberState.READY if self.attached else MemberState.CONNECTING
 

@@ -102,7 +102,7 @@ class Fleet:
         self._links: dict[Member, WorkerConnection] = {}
         self._is_open = False
         self._closing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None  # while somebody waits
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -131,6 +131,8 @@ class Fleet:
     async def capacity_change(self, *, until: float | None = None) -> bool:
         """Wait until a worker came, changed its state or has more room. Return False at the loop
         time `until`."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
         try:
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
@@ -140,8 +142,9 @@ class Fleet:
 
     def capacity_changed(self) -> None:
         """Wake the tasks that wait in `capacity_change`."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     # -- Membership
 
