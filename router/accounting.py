@@ -117,6 +117,9 @@ class Accounting:
 
 def sum_known(parts: Iterable[float | None]) -> float | None:
     """Return the sum; None if a part is not known, or if there are none."""
-    found = list(parts)
-    known = [x for x in found if x is not None]
-    return sum(known) if found and len(known) == len(found) else None
+    total: float | None = None
+    for part in parts:
+        if part is None:
+            return None
+        total = part if total is None else total + part
+    return total

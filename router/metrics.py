@@ -27,7 +27,7 @@ from pdserve.types import Role
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
@@ -49,6 +49,17 @@ _COUNTERS = (
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")
 
 
+class _Histograms(dict[tuple[str, ...], Histogram]):
+    """Those of one metric by their labels, each made when it is first asked for."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+
+    def __missing__(self, labels: tuple[str, ...]) -> Histogram:
+        found = self[labels] = Histogram(self._bounds)
+        return found
+
+
 class RouterMetrics(Collector):
     """All metrics of one router. Counters and histograms are plain numbers: they cost a request a
     tenth of those of prometheus_client."""
@@ -57,8 +68,10 @@ class RouterMetrics(Collector):
         self.registry = CollectorRegistry()
         self._slo = slo
         self._counts = {name: defaultdict[tuple[str, ...], float](float) for name in _COUNTERS}
-        self._histograms: dict[str, dict[tuple[str, ...], Histogram]] = {
-            spec.name: {} for spec in METRICS.values() if spec.kind is Kind.HISTOGRAM
+        self._histograms = {
+            spec.name: _Histograms(spec.bounds)
+            for spec in METRICS.values()
+            if spec.kind is Kind.HISTOGRAM
         }
         # What is read elsewhere: the name, and what returns its rows.
         self._readings: list[tuple[str, Callable[[], Iterable[Row]]]] = []
@@ -116,14 +129,10 @@ class RouterMetrics(Collector):
         self._counts[name][labels] += by
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        self.histogram(name, *labels).observe(value)
+        self._histograms[name][labels].observe(value)
 
     def histogram(self, name: str, *labels: str) -> Histogram:
-        known = self._histograms[name]
-        found = known.get(labels)
-        if found is None:
-            found = known[labels] = Histogram(METRICS[name].bounds)
-        return found
+        return self._histograms[name][labels]
 
     def refused(self, model: str, tenant: str, error: PdserveError) -> None:
         """A request ended before anything was sent to a worker."""

@@ -287,7 +287,7 @@ class RequestServer:
         # Each token is counted once, however often it was computed.
         usage = Usage(len(request.prompt_token_ids), sum(lengths), parent.answer.cached_tokens)
         receipt = combined_receipt([x.receipt(waited_s) for x in generations])
-        ttft_s = min(x.answer.first_token_at or now for x in generations) - arrived
+        ttft_s = min([x.answer.first_token_at or now for x in generations]) - arrived
         e2e_s = now - arrived
         record.usage, record.receipt, record.ttft_s = usage, receipt, ttft_s
         self._count_saved(parent.answer)

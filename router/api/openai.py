@@ -210,7 +210,7 @@ class _TextBody(OpenAiBody, kw_only=True):
         first = made[0]
         if not self.stream:
             return WholeAnswer(body, request_id, first.served_name)
-        prompt_tokens = sum(len(x.prompt_token_ids) for x in made)
+        prompt_tokens = sum([len(x.prompt_token_ids) for x in made])
         return EventWriter(body, request_id, first.served_name, prompt_tokens, len(first.resume))
 
     def _parsed(

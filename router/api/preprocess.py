@@ -284,7 +284,7 @@ class Preprocessor:
         else:
             # Tools are long.
             chars = len(prompt.tools) * INLINE_CHARS
-            chars += sum(len(message.content) for message in prompt.messages)
+            chars += sum([len(message.content) for message in prompt.messages])
             encode = partial(tokenizer.encode_chat, prompt, **options)
         try:
             return encode() if chars <= INLINE_CHARS else await asyncio.to_thread(encode)

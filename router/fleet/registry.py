@@ -478,7 +478,7 @@ class Fleet:
         suspended workers count as ready: there is nowhere else to go."""
         members = self.of_model(model)
         found = [m.seen() for m in members]
-        if any(c.state is MemberState.READY for c in found):
+        if MemberState.READY in [c.state for c in found]:
             return found
         return [m.seen(MemberState.READY if m.is_suspect else None) for m in members]
 

@@ -91,8 +91,9 @@ def slots(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
 def outstanding(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
     """1 without prompt tokens that wait for prefill, 0 at the most there would be with this
     prompt."""
-    most = max((c.outstanding_tokens for c in workers), default=0) + max(1, demand.prompt_tokens)
-    return [1 - c.outstanding_tokens / most for c in workers]
+    tokens = [c.outstanding_tokens for c in workers]
+    most = max(tokens, default=0) + max(1, demand.prompt_tokens)
+    return [1 - x / most for x in tokens]
 
 
 def queue_length(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
