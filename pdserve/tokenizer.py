@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -140,6 +141,25 @@ class Tokenizer:
         first = next((i for i, x in enumerate(encoding.type_ids) if x), len(encoding.ids))
         return tuple(encoding.ids), first
 
+    @cached_property
+    def truncation_side(self) -> str:
+        """Where the model's configuration has texts cut: left or right."""
+        return "left" if self.info.get("truncation_side") == "left" else "right"
+
+    def encode_within(self, texts: Sequence[str], most: int) -> tuple[tuple[int, ...], int]:
+        """Return at most `most` token ids of a text, or of two that a cross-encoder compares, and
+        where those of the second one begin. As with transformers' `truncation=True`, special tokens
+        stay, and of two texts the longer one is cut first."""
+        for text in texts:
+            _check_unicode(text)
+        parts = [self._fast.encode(text, add_special_tokens=False) for text in texts]
+        room = max(0, most - self._fast.num_special_tokens_to_add(len(parts) == 2))
+        for part, size in zip(parts, _shares(list(map(len, parts)), room), strict=True):
+            part.truncate(size, direction=self.truncation_side)
+        encoding = self._fast.post_process(parts[0], parts[1] if len(parts) > 1 else None)
+        first = next((i for i, x in enumerate(encoding.type_ids) if x), len(encoding.ids))
+        return tuple(encoding.ids)[:most], min(first, most)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens included."""
         return self._fast.decode(list(token_ids), skip_special_tokens=False)
@@ -210,6 +230,9 @@ class MistralTokenizer(Tokenizer):
         tokenizer = self._mistral.instruct_tokenizer.tokenizer
         return tuple(tokenizer.encode(text, bos=add_special_tokens, eos=False))
 
+    def encode_within(self, texts: Sequence[str], most: int) -> tuple[tuple[int, ...], int]:
+        return self.encode(texts[0])[:most], 0
+
     def decode(self, token_ids: Sequence[int]) -> str:
         from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
 
@@ -249,6 +272,14 @@ class MistralTokenizer(Tokenizer):
             raise InvalidRequest(
                 f"Mistral's tokenizer refuses these messages: {error}", field="messages"
             ) from error
+
+
+def _shares(sizes: Sequence[int], room: int) -> list[int]:
+    """Return how many tokens of `room` one or two texts get (`longest_first` of the library)."""
+    if sum(sizes) <= room or len(sizes) == 1:
+        return [min(size, room) for size in sizes]
+    short = min(*sizes, room // 2)
+    return [short, room - short] if sizes[0] <= sizes[1] else [room - short, short]
 
 
 def _check_unicode(text: str) -> None:

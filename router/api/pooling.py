@@ -17,13 +17,14 @@ from pdserve.tokenizer import TextPair
 from pdserve.types import ServiceClass
 from router.api.bodies import NO_EFFECT, Body, Known, ModelName, Text, TokenId, knows, refuse
 from router.api.openai import prompts_of
+from router.api.preprocess import Truncation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from pdserve.types import GenerateRequest
+    from pdserve.types import GenerateRequest, ModelInfo
     from router.api.preprocess import Origin, Preprocessor
     from router.pooling import Embedder
 
@@ -34,21 +35,45 @@ _AT_ONCE = 64  # inputs of one request in admission
 _Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_INPUTS)]
 
 
+class PoolingBody(Body, kw_only=True):
+    """Fields of all three."""
+
+    model: ModelName = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1)] | None,
+        Meta(description="Most tokens of an input: more are cut off. -1: what fits."),
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None,
+        Meta(
+            description="Cut the first (left) or the last tokens (right), special ones included. "
+            "By default texts are cut where the tokenizer's configuration says, and keep those."
+        ),
+    ] = None
+
+    def truncation(self, model: ModelInfo) -> Truncation | None:
+        """Raises InvalidRequest if the model takes less than `truncate_prompt_tokens`."""
+        most, limit = self.truncate_prompt_tokens, model.max_model_len - 1
+        if most is None:
+            return None
+        if most == 0 or most > limit:
+            refuse("truncate_prompt_tokens", f"must be -1, or 1 to {limit}")
+        return Truncation(limit if most < 0 else most, self.truncation_side)
+
+
 @knows(
     {
         "add_special_tokens": Known((True,)),
         "dimensions": Known((), "embeddings have the model's own size"),
-        "truncate_prompt_tokens": Known(),
     }
 )
-class EmbeddingsRequest(Body, kw_only=True):
+class EmbeddingsRequest(PoolingBody, kw_only=True):
     """Body of POST /v1/embeddings."""
 
     input: Annotated[
         str | list[TokenId | str | list[TokenId]],
         Meta(description="A text, its token ids, or a list of several."),
     ]
-    model: ModelName = None
     encoding_format: Literal["float", "base64"] = "float"
     user: Annotated[str | None, Meta(description=NO_EFFECT)] = None
 
@@ -60,13 +85,11 @@ class EmbeddingsRequest(Body, kw_only=True):
         return found
 
 
-@knows({"truncate_prompt_tokens": Known()})
-class ScoreRequest(Body, kw_only=True):
+class ScoreRequest(PoolingBody, kw_only=True):
     """Body of POST /v1/score: one text against each of others, or texts pair by pair."""
 
     text_1: Text | _Texts
     text_2: Text | _Texts
-    model: ModelName = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """Raises InvalidRequest unless `text_1` is one text, or both have the same length."""
@@ -77,13 +100,12 @@ class ScoreRequest(Body, kw_only=True):
         return list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
 
 
-@knows({"truncate_prompt_tokens": Known(), "max_tokens_per_doc": Known()})
-class RerankRequest(Body, kw_only=True):
+@knows({"max_tokens_per_doc": Known()})
+class RerankRequest(PoolingBody, kw_only=True):
     """Body of POST /v1/rerank."""
 
     query: Text
     documents: _Texts
-    model: ModelName = None
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool = True
 
@@ -158,9 +180,12 @@ class PoolingApi:
         if model.cross_encoder and isinstance(body, EmbeddingsRequest):
             refuse("model", f"{model.name} scores pairs of texts, and has no embeddings")
         self._embedder.check(model.name)
+        truncation = body.truncation(model)
         unique = list(dict.fromkeys(inputs))
         made = [
-            await self._preprocessor.embedding_request(text, model, origin, i, field=field)
+            await self._preprocessor.embedding_request(
+                text, model, origin, i, truncation, field=field
+            )
             for i, text in enumerate(unique)
         ]
         # Of a batch, other lines are answered at the same time.

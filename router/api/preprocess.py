@@ -85,6 +85,21 @@ class Origin(NamedTuple):
     timeout_s: float | None = None
 
 
+class Truncation(NamedTuple):
+    """How many tokens of an input are used at most; of all its tokens the first (right) or the last
+    ones (left), or as the tokenizer cuts texts."""
+
+    most: int
+    side: str | None
+
+    def __call__(self, tokens: tuple[int, ...], second_at: int) -> tuple[tuple[int, ...], int]:
+        """Cut all tokens of an input; `second_at` is where those of its second text begin."""
+        gone = max(0, len(tokens) - self.most)
+        if self.side == "left":
+            return tokens[gone:], max(0, second_at - gone)
+        return tokens[: self.most], min(second_at, self.most)
+
+
 def new_request_id(prefix: str) -> str:
     return f"{prefix}{os.urandom(16).hex()}"
 
@@ -225,17 +240,25 @@ class Preprocessor:
         model: ModelInfo,
         origin: Origin,
         index: int,
+        truncation: Truncation | None,
         *,
         field: str,
     ) -> GenerateRequest:
         """Return a request for the embedding of a prompt, or the score of a pair. Raises
         InvalidRequest, naming `field`, and ContextLengthExceeded with both lengths."""
         second_text_at = 0
-        if isinstance(prompt, TextPair):
-            encode = (await self.tokenizer(model)).encode_pair
-            tokens, second_text_at = await asyncio.to_thread(encode, prompt)
+        is_text = isinstance(prompt, (str, TextPair))
+        if is_text and truncation is not None and truncation.side is None:
+            encode = (await self.tokenizer(model)).encode_within
+            texts = prompt if isinstance(prompt, TextPair) else [str(prompt)]
+            tokens, second_text_at = await asyncio.to_thread(encode, texts, truncation.most)
+        elif isinstance(prompt, TextPair):
+            encode_pair = (await self.tokenizer(model)).encode_pair
+            tokens, second_text_at = await asyncio.to_thread(encode_pair, prompt)
         else:
             tokens = await self.tokenise(prompt, model, None, field=field)
+        if truncation is not None:
+            tokens, second_text_at = truncation(tokens, second_text_at)
         _check_ids(tokens, model, field=field)
         if len(tokens) >= model.max_model_len:
             raise ContextLengthExceeded(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from hypothesis import given
@@ -85,6 +85,29 @@ def test_saved_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> No
     tokenizer = Tokenizer.load(read_files(write(tmp_path, CONFIG, fast)))
     assert text_of(tokenizer, tokenizer.encode("a long enough text")) == f"{BOS}a long enough text"
     assert tokenizer.encode("a") == (0, *tokenizer.encode("a", add_special_tokens=False))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_as_the_library_cuts_them(side: Literal["left", "right"]) -> None:
+    fast = fast_tokenizer()
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}",
+        pair=f"{BOS} $A {EOS} $B:1 {EOS}:1",
+        special_tokens=[(BOS, 0), (EOS, 1)],
+    )
+    cut = FastTokenizer.from_str(fast.to_str())
+    tokenizer = Tokenizer(fast, None)
+    tokenizer.files = {"tokenizer_config.json": json.dumps({"truncation_side": side}).encode()}
+    short, long = "the cat", "the cat sat on a mat, and on another"
+    for texts in ([long], [short, long], [long, short], [long, long]):
+        whole = len(cut.encode(*texts))
+        for most in range(len(texts) + 2, whole + 2):
+            cut.enable_truncation(most, direction=side)
+            expected = cut.encode(*texts)
+            found, second_at = tokenizer.encode_within(texts, most)
+            assert list(found) == expected.ids
+            assert second_at == (expected.type_ids.index(1) if len(texts) > 1 else len(found))
+        cut.no_truncation()
 
 
 def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
