@@ -195,6 +195,33 @@ KINDS = {
             "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
         },
     ),
+    "GLM-4.5": Kind(
+        "Glm4MoeConfig",
+        FULL,
+        {
+            **_MOE,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": True,
+        },
+    ),
+    "Falcon-H1": Kind(
+        "FalconH1Config",
+        f"{STATES} (Mamba-2), in one layer",
+        {
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+        },
+        limits="no prefix caching",
+        engine_args={"enable_prefix_caching": False},
+    ),
     "Qwen2.5-VL": Kind(
         "Qwen2_5_VLConfig",
         FULL,
