@@ -467,6 +467,11 @@ class WorkerConfig(_Section, frozen=True):
     drain_timeout_s: Seconds after which the streams of a stopping worker are moved.
     log_level: Lowest level that is logged.
     warm: Load the model, and take no requests before the worker is undrained.
+    nnodes: Number of nodes that the worker is spread over, as in vLLM: each runs a part of its
+        tensor-parallel ranks, and one with a `node_rank` above 0 serves nothing else.
+    node_rank: Number of this node. Routers know the worker by node 0.
+    master_addr: Address of node 0, which the others connect to.
+    master_port: Port of node 0 where the ranks meet. They use other ports, too.
     """
 
     worker_id: str = ""
@@ -491,8 +496,13 @@ class WorkerConfig(_Section, frozen=True):
     drain_timeout_s: Amount = 30.0
     log_level: LogLevel = "info"
     warm: bool = False
+    nnodes: Annotated[int, Meta(ge=1)] = 1
+    node_rank: Count = 0
+    master_addr: str = ""
+    master_port: Annotated[int, Meta(ge=1, le=65535)] = 29501
 
     def __post_init__(self) -> None:
+        self._check_nodes()
         for entry in self.routers:
             is_file = entry.startswith(FILE_ENTRY)
             address = entry.removeprefix(DNS_ENTRY)
@@ -515,7 +525,26 @@ class WorkerConfig(_Section, frozen=True):
                 *((host, tls.is_mutual or access.worker_token_file, token) for host in self._hosts),
                 (self.debug_host, False, own),
                 (self.kv.host, not is_nixl, "kv.connector to pdserve (nixl has no authentication)"),
+                (self.master_addr, False, "nnodes to 1 (vLLM's ranks have no authentication)"),
             )
+
+    def _check_nodes(self) -> None:
+        if self.node_rank >= self.nnodes:
+            refuse("node_rank", f"must be below nnodes ({self.nnodes}), not {self.node_rank}")
+        if bool(self.master_addr) != (self.nnodes > 1):
+            refuse("master_addr", "must be set with nnodes above 1, and only then")
+        if self.nnodes == 1:
+            return
+        ranks = self.engine_args.get("tensor_parallel_size", 1)
+        if not isinstance(ranks, int) or ranks % self.nnodes:
+            at = "engine_args.tensor_parallel_size"
+            refuse("nnodes", f"must divide {at} ({ranks}), not be {self.nnodes}")
+        if self.engine != "vllm":
+            refuse("nnodes", f"must be 1 with the engine {self.engine}")
+        if self.kv.connector != "pdserve":
+            refuse("nnodes", f"must be 1 with kv.connector {self.kv.connector}")
+        if self.kv.tiers.host_gib:
+            refuse("nnodes", "must be 1 with kv.tiers")
 
     @property
     def _hosts(self) -> list[str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pdserve.config import AccessConfig, KvConfig, WorkerConfig
     from workers.engine import Engine
+    from workers.vllm.settings import VllmSettings
 
 
 _WITHOUT_TIERS = (Role.DECODE, Role.POOLING)
@@ -36,7 +37,14 @@ def make_engine(
     if config.engine == "fake":
         return _make_fake(config, instance_id)
     from workers.vllm.engine import VllmEngine
-    from workers.vllm.settings import KvSettings, VllmSettings
+
+    return VllmEngine(vllm_settings(config, instance_id), on_progress)
+
+
+def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
+    """Return the settings of vLLM for a model whose directories are known; those of a node other
+    than the first need no `instance_id`. Raises ConfigError."""
+    from workers.vllm.settings import KvSettings, Nodes, VllmSettings
 
     engine_args, kv = dict(config.engine_args), None
     if config.adapters:
@@ -47,17 +55,17 @@ def make_engine(
     elif config.role is not Role.AGGREGATED:
         extra = connector_config(config.kv, config.access)
         kv = KvSettings(instance_id, extra, config.kv.connector, config.kv.host)
-    return VllmEngine(
-        VllmSettings(
-            model_path=config.model,
-            model_names=config.served_names,
-            threads=None if config.gpus else len(config.cores) or None,
-            kv=kv,
-            # Decode workers get KV from prefill workers.
-            tiers=TiersConfig() if config.role in _WITHOUT_TIERS else config.kv.tiers,
-            engine_args=engine_args,
+    return VllmSettings(
+        model_path=config.model,
+        model_names=config.served_names,
+        threads=None if config.gpus else len(config.cores) or None,
+        kv=kv,
+        # Decode workers get KV from prefill workers.
+        tiers=TiersConfig() if config.role in _WITHOUT_TIERS else config.kv.tiers,
+        engine_args=engine_args,
+        nodes=Nodes(
+            *(config.nnodes, config.node_rank, config.master_addr, config.master_port, config.host)
         ),
-        on_progress,
     )
 
 

@@ -11,11 +11,13 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
+from pdserve.hub import with_directories
 from pdserve.local.child import TAKE_REQUESTS, Reports
 from pdserve.local.gpus import gpu_environment
-from workers.engines import make_engine
+from workers.engines import make_engine, vllm_settings
 from workers.server import WorkerServer
-from workers.vllm import settings as vllm_settings
+from workers.vllm import settings
+from workers.vllm.follower import run_follower
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine
@@ -44,6 +46,8 @@ def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
     """
     pin(config.cores, thread_pools=not config.gpus)
     os.environ.update(gpu_environment(config.gpus))
+    if config.node_rank:
+        return _run_follower(with_directories(config), reports or Reports(None))
     import uvloop
 
     return uvloop.run(_run(config, reports or Reports(None)))
@@ -66,7 +70,7 @@ def pin(cores: Collection[int], *, thread_pools: bool = True) -> None:
     if not cores:
         return
     # A forked worker has its parent's one-thread pools; its engine sets torch's threads.
-    if "torch" in sys.modules and not vllm_settings.is_preloaded:
+    if "torch" in sys.modules and not settings.is_preloaded:
         raise RuntimeError("cores must be pinned before torch is imported")
     if thread_pools:
         os.environ.update(thread_environment(cores))
@@ -76,6 +80,15 @@ def pin(cores: Collection[int], *, thread_pools: bool = True) -> None:
             f"cores: {missing} are not among those that this process may use", field="cores"
         )
     os.sched_setaffinity(0, cores)
+
+
+def _run_follower(config: WorkerConfig, reports: Reports) -> int:
+    failure = run_follower(vllm_settings(config), config.drain_timeout_s, reports)
+    if not failure:
+        return EXIT_OK
+    logger.error("node %d of the worker ended: %s", config.node_rank, failure)
+    reports.failed(failure)
+    return EXIT_FAILED
 
 
 async def _run(config: WorkerConfig, reports: Reports) -> int:

@@ -166,6 +166,8 @@ class WorkerServer(WorkerServicer):
 
     def _open_counter(self, gpus: int) -> tuple[Counter | None, str]:
         """Return the counter of energy, and its name or why there is none."""
+        if self._config.nnodes > 1:
+            return None, f"not measured: the worker runs on {self._config.nnodes} nodes"
         counter = nvml_counter(gpus) if gpus else rapl_counter()
         try:
             return self._stack.enter_context(counter), "nvml" if gpus else "rapl"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import get_world_group
 from vllm.distributed import utils as vllm_utils
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -106,7 +107,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._transports = transport.make(settings, on_gpu=on_gpu)
         if any(each.name == "shm" for each in self._transports):
             self._shared = SharedMemory("pdserve-kv")
-        worker = WorkerHalf(settings, transfer_config.engine_id, self._transports)
+        # The ranks on other nodes have the name of the first one's engine.
+        instance_id = get_world_group().broadcast_object(transfer_config.engine_id)
+        worker = WorkerHalf(settings, instance_id, self._transports)
         patch_runner_v1(worker.resumed)
         return worker
 

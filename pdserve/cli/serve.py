@@ -69,6 +69,10 @@ _WORKER = {
     "--port": "worker.port",
     "--router": "worker.routers",
     "--cores": "worker.cores",
+    "--nnodes": "worker.nnodes",
+    "--node-rank": "worker.node_rank",
+    "--master-addr": "worker.master_addr",
+    "--master-port": "worker.master_port",
     **_ENGINE,
     "--require-auth": "worker.access.require_auth",
 }

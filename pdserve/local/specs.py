@@ -101,6 +101,8 @@ def worker_configs(
     for name in _CHOSEN_HERE:
         if getattr(config.worker, name) != getattr(WorkerConfig(), name):
             refuse(f"worker.{name}", "is set by `pdserve up`; remove it from the configuration")
+    if config.worker.nnodes > 1:
+        refuse("worker.nnodes", "must be 1 with `pdserve up`: run `pdserve worker` on each node")
     strict = config.worker.access.require_auth or config.router.access.require_auth
     access = replace(config.worker.access, require_auth=strict)
     workers: list[WorkerConfig] = []

@@ -130,6 +130,17 @@ async def test_what_the_decode_side_has_does_not_travel(
     await all_empty(pair.prefill, pair.decode)
 
 
+async def test_kv_ranks_tells_of_the_links_of_both_ranks(wides: Wides, pair_tcp: Pair) -> None:
+    pair = Pair(wides[0], pair_tcp.decode, wides[0].instance_id)
+    await pair.run(prompt(40, next(_NAMES)), params())
+    links: list[int] = []
+    async with asyncio.timeout(WAIT_S):
+        while not links or not all(links):
+            state = await wides[0].kv_state()
+            links = [] if state is None else [len(rank.links) for rank in state.ranks]
+    assert len(links) == 2
+
+
 async def test_cancelled_requests_leave_nothing_on_any_rank(pair: Pair) -> None:
     seed = next(_NAMES) * 100
     streams = [pair.submit(prompt(400, seed + i), params(200)) for i in range(4)]

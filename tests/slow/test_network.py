@@ -8,6 +8,8 @@ worker, and host 3 a second router. The pauses that clients see are printed (`py
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -45,11 +47,12 @@ GRPC = 8001
 # As on a GPU, answers take seconds.
 FAKE = {"engine": "fake", "engine_args": "{step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005}"}
 VLLM = {
-    "engine_args": "{dtype: float32, kv_cache_memory_bytes: 67108864}",
+    "engine_args.dtype": "float32",
+    "engine_args.kv_cache_memory_bytes": "67108864",
     "kv.transports": "[tcp]",
 }
 SHORT = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-LONG = replace(SHORT, max_tokens=150)
+FEW, LONG = replace(SHORT, max_tokens=24), replace(SHORT, max_tokens=150)
 _LOOK_S = 0.1
 
 
@@ -79,8 +82,17 @@ class Service:
     """Routers, and workers by name, on their hosts. `clients` are at each router's host, and the
     last one is at host 1, and knows all routers."""
 
-    def __init__(self, routers: tuple[int, ...], workers: dict[str, int], directory: Path) -> None:
-        self.network = Network(1 + max(*routers, *workers.values()))
+    def __init__(
+        self,
+        routers: tuple[int, ...],
+        workers: dict[str, int],
+        directory: Path,
+        followers: dict[str, int] | None = None,
+    ) -> None:
+        """A worker in `followers` has a second rank, on that host."""
+        self.followers = followers or {}
+        self.network = Network(1 + max(*routers, *workers.values(), *self.followers.values()))
+        self.parts: dict[str, Child] = {}
         self.clients: list[Client] = []
         self._routers, self._workers, self._directory = routers, workers, directory
         self._registries: list[RegistryStub] = []
@@ -112,8 +124,20 @@ class Service:
             address = self.network.address(host)
             at = {"worker_id": name, "role": name.partition("-")[0], "routers": f"[{routers}]"}
             at |= {"host": address, "kv.host": address, "kv.lease_s": "5"}
-            await self._run(name, host, "worker", {**at, **settings})
+            await self._run_parts(name, {**settings, **at})
         await self.until_whole()
+
+    async def _run_parts(self, name: str, settings: dict[str, str]) -> None:
+        first = self._workers[name]
+        if name not in self.followers:
+            await self._run(name, first, "worker", settings)
+            return
+        settings |= {"nnodes": "2", "master_addr": self.network.address(first)}
+        settings |= {"engine_args.tensor_parallel_size": "2"}
+        for rank, host in enumerate((first, self.followers[name])):
+            at = dict.fromkeys(("host", "kv.host"), self.network.address(host))
+            part = {**settings, **at, "node_rank": str(rank)}
+            await self._run(f"{name}-node-{rank}", host, "worker", part)
 
     async def _run(self, name: str, host: int, command: str, settings: dict[str, str]) -> None:
         words = [sys.executable, "-m", "pdserve", command]
@@ -123,9 +147,10 @@ class Service:
         async def is_ready() -> bool:
             return command == "worker" or await self.network.listens(host, GRPC)
 
-        child = Child(name, self._directory / f"{name}.log")
+        child = self.parts[name] = Child(name, self._directory / f"{name}.log")
         self._stack.push_async_callback(child.stop)
-        await child.start(self.network.command(host, words), is_ready)
+        # More threads than cores would wait for one another in loops.
+        await child.start(self.network.command(host, words), is_ready, {"OMP_NUM_THREADS": "1"})
 
     async def entries(self, router: int) -> dict[str, w.WorkerEntry]:
         return {x.info.worker_id: x for x in (await self._listed(router)).workers}
@@ -267,6 +292,26 @@ async def test_real_answers_go_on_without_a_link_and_then_without_a_host(tmp_pat
     assert (workers_of(whole), {fallbacks_of(x) for x in whole}) == ({"decode-0"}, {()})
     assert {step for x in without_kv for step in fallbacks_of(x)} == {"aggregated:transfer_failed"}
     assert {fallbacks_of(x) for x in without_decode} == {("aggregated:worker_failed",)}
+
+
+async def test_a_worker_on_two_nodes_answers_as_one_and_fails_as_one(tmp_path: Path) -> None:
+    workers = {"prefill-0": 1, "decode-0": 2}
+    service = Service((0,), workers, tmp_path, followers={"decode-0": 3})
+    prompts = [[20 + (x * x + place) % 200 for x in range(200)] for place in range(3)]
+    handed_over, failed_over, one_worker = ([Asked(x, FEW) for x in prompts] for _ in range(3))
+    async with service.running(VLLM):
+        async with service.reading(handed_over):
+            pass
+        async with service.reading(failed_over):
+            os.kill(service.parts["decode-0-node-1"].pid, signal.SIGKILL)
+        await service.until_state("decode-0", "lost")
+        async with service.reading(one_worker):
+            pass
+    for asked in (handed_over, failed_over):
+        assert [x.token_ids for x in asked] == [x.token_ids for x in one_worker]
+    assert (workers_of(handed_over), {fallbacks_of(x) for x in handed_over}) == ({"decode-0"}, {()})
+    assert {fallbacks_of(x) for x in failed_over} == {("aggregated:worker_failed",)}
+    assert workers_of(one_worker) == {"prefill-0"}
 
 
 async def test_answers_of_a_decode_host_that_is_cut_off_go_on_at_another(service: Service) -> None:

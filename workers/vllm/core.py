@@ -70,7 +70,7 @@ from workers.vllm.args import (
 )
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lora import load_in, mend_lora
-from workers.vllm.rank_wakes import RankWakes, wake_in
+from workers.vllm.rank_links import RankLinks
 from workers.vllm.reasoning import set_gate
 from workers.vllm.speculation import UNSUPPORTED_FIELDS, mend_sampling
 from workers.vllm.steps import IdleSteps, StepWatch
@@ -142,11 +142,11 @@ class VllmCore:
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_ids = itertools.count(1)
         self._wake = wake
-        self._rank_wakes: RankWakes | None = None
+        self._ranks: RankLinks | None = None
         self._tokenizer_dir = TemporaryDirectory(prefix="pdserve-tokenizer-")
         self.is_idle = False
         self._idle = IdleSteps(in_flight=core.batch_queue_size)
-        self.executor_died = False
+        self.executor_died = ""  # how, once it has
         self.steps, self._busy = StepWatch(self._scheduler, busy), busy
         self._cache_events = cache.watch(self._scheduler, config, settings.model_names[0])
         try:
@@ -154,7 +154,12 @@ class VllmCore:
             self.load = self._read_load()
             kv = self.info.kv
             self._handoff = HandoffStyle.CONCURRENT if kv is None else kv.handoff
-            self._wakes = self._connector is not None and self._have_woken(wake)
+            nodes = settings.nodes
+            self._wakes = self._runner_half is not None and bool(self._runner_half.wake_with(wake))
+            if hasattr(self._executor, "workers"):  # processes
+                host = nodes.host if nodes.count > 1 else "127.0.0.1"
+                self._ranks = RankLinks(self._executor, host, wake, self._note_lost_rank)
+                self._wakes = self._ranks.wakes
             tick_with = getattr(self._runner_half, "tick_with", None)
             self.steps.sees_layers = tick_with is not None and tick_with(self.steps.tick)
             self._executor.register_failure_callback(self._note_executor_death)
@@ -162,16 +167,17 @@ class VllmCore:
             self.close()
             raise
 
-    def _have_woken(self, wake: Callable[[], None]) -> bool:
-        """Have `wake` called when a transfer progresses. Return False if the connector cannot."""
-        if self._runner_half is not None:
-            return bool(self._runner_half.wake_with(wake))
-        self._rank_wakes = RankWakes(wake)
-        return all(self._executor.collective_rpc(wake_in, args=(self._rank_wakes.address,)))
-
     def _note_executor_death(self) -> None:
-        self.executor_died = True
+        self.executor_died = self.executor_died or "a process of the executor died"
         self._wake()
+
+    def _note_lost_rank(self, rank: int) -> None:
+        """End the ranks of this node, if vLLM does not do that because of `rank` itself: then it
+        frees the step that waits for them."""
+        if rank >= self._executor.local_world_size:
+            self.executor_died = f"rank {rank} on another node ended, or cannot be reached"
+            for handle in self._executor.workers:
+                handle.proc.kill()
 
     def _describe(self, settings: VllmSettings) -> EngineInfo:
         config = self._engine.vllm_config
@@ -472,9 +478,8 @@ class VllmCore:
     def close(self) -> None:
         """End the engine and its processes. Idempotent."""
         self._streams.clear()
-        if self._rank_wakes is not None:
-            self._rank_wakes.close()
-            self._rank_wakes = None
+        if self._ranks is not None:
+            self._ranks.close()
         self._engine.engine_core.shutdown()
         self._tokenizer_dir.cleanup()
 

@@ -174,12 +174,14 @@ class VllmEngine:
         self._kv_look, self._core = core.kv_look(), core
         started.set_result(core.info)
         end: PdserveError = Unavailable("the worker is closing")
-        failure = None
+        failure: Exception | None = None
         try:
             self._serve(core)
         except Exception as error:  # noqa: BLE001 - top of the thread: it ends the engine
             _log.exception("the engine failed")
             end, failure = WorkerFailed("the engine failed"), error
+            if core.executor_died:  # vLLM's error only says that the step was cancelled
+                failure = RuntimeError(core.executor_died)
         self._stop(end, core.open_streams)
         if failure is not None:
             self._call(self._on_failure, failure)
@@ -192,7 +194,7 @@ class VllmEngine:
     def _serve(self, core: VllmCore) -> None:
         while not self._closing:
             if core.executor_died:
-                raise RuntimeError("a process of the executor died")
+                raise RuntimeError(core.executor_died)
             if ended := self._take_inbox(core):
                 self._ledger = core.ledger()  # exported blocks are held
                 self._emit(ended)

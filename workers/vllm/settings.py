@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,10 @@ RESERVED = frozenset(
         "disable_log_stats",
         "data_parallel_size",
         "pipeline_parallel_size",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
         "stream_interval",
         "skip_tokenizer_init",
     }
@@ -50,6 +55,18 @@ class KvSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes that the ranks of this engine are spread over; `host` is the address of this one,
+    `master_addr` that of the first."""
+
+    count: int = 1
+    rank: int = 0
+    master_addr: str = ""
+    master_port: int = 29501
+    host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
 class VllmSettings:
     """Settings of one engine.
 
@@ -64,6 +81,7 @@ class VllmSettings:
     kv: KvSettings | None = None
     tiers: TiersConfig = field(default_factory=TiersConfig)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Nodes = field(default_factory=Nodes)
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -159,6 +177,13 @@ _UNLESS_SET = {
 }
 
 
+def _interface(address: str) -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    raise ConfigError(f"host: {address} is no address of this machine", field="host")
+
+
 # True in a process that is forked from one that imported vllm (workers/vllm/preload.py).
 is_preloaded = False
 
@@ -175,6 +200,11 @@ def apply_environment(settings: VllmSettings) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if settings.kv is not None and settings.kv.connector == "nixl":
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv.host
+    if settings.nodes.count > 1:
+        os.environ["VLLM_HOST_IP"] = address = socket.gethostbyname(settings.nodes.host)
+        # Gloo would take the interface of this machine's name, which may be the loopback.
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", _interface(address))
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     # torch is imported after the thread count is set: it reads that once.

@@ -163,6 +163,8 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
     Raises ConfigError for what cannot be had on Ray."""
     _refuse_set("router", config.router, RouterConfig())
     _refuse_set("worker", config.worker, WorkerConfig())
+    if config.worker.nnodes > 1:
+        refuse("worker.nnodes", "must be 1 with --on ray: a worker runs on one node there")
     routers = {
         f"router-{i}": ProcessSpec("router", to_mapping(x), x.stop_grace_s + _MARGIN_S, cpus=1.0)
         for i, x in enumerate(router_configs(config).values())

@@ -21,6 +21,9 @@ from pdserve.config import (
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 
+# Of an engine over two nodes.
+TWO, TP = "nnodes: 2, master_addr: 10.0.0.1", "engine_args: {tensor_parallel_size: 2}"
+
 
 @pytest.mark.parametrize(
     ("text", "key", "reason"),
@@ -47,6 +50,13 @@ from pdserve.types import Role
         ("worker: {cores: [-1]}", "worker.cores[0]", ">= 0"),
         ("worker: {cores: [0, 0]}", "worker.cores", "duplicate"),
         ("worker: {engine_args: [1]}", "worker.engine_args", "expected `object`"),
+        ("worker: {node_rank: 1}", "worker.node_rank", "must be below nnodes (1), not 1"),
+        ("worker: {master_addr: a}", "worker.master_addr", "nnodes above 1"),
+        ("worker: {nnodes: 2}", "worker.master_addr", "must be set"),
+        (f"worker: {{{TWO}, engine_args: {{}}}}", "worker.nnodes", "size (1), not be 2"),
+        (f"worker: {{{TWO}, {TP}, engine: fake}}", "worker.nnodes", "with the engine fake"),
+        (f"worker: {{{TWO}, {TP}, kv: {{connector: nixl}}}}", "worker.nnodes", "connector nixl"),
+        (f"worker: {{{TWO}, {TP}, kv: {{tiers: {{host_gib: 1}}}}}}", "worker.nnodes", "kv.tiers"),
         ("up: {decode: {workers: 0}}", "up.decode.workers", "at least 1"),
         ("up: {prefill: {workers: 0}, decode: {workers: 0}}", "up.prefill.workers", "one worker"),
         ("router: {http_port: 1, http_port: 2}", "http_port", "written twice"),

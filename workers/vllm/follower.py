@@ -1,0 +1,65 @@
+"""The part of a worker on a node other than its first: it runs ranks of the model, and has neither
+an engine nor a listener of its own. It is vLLM's headless mode (entrypoints/cli/serve.py)."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+from workers.vllm.settings import apply_environment
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from pdserve.local.child import Reports
+    from workers.vllm.settings import VllmSettings
+
+logger = logging.getLogger(__name__)
+
+
+class _Signalled(BaseException):
+    pass
+
+
+def run_follower(settings: VllmSettings, drain_timeout_s: float, reports: Reports) -> str:
+    """Run the ranks of this node until the head ends them. Return "" then, or why they ended.
+
+    The first signal leaves the head `drain_timeout_s` to drain and end; a second one ends the ranks
+    at once, and with them the worker. Raises ConfigError, and what vLLM raises.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _raise)
+    nodes = settings.nodes
+    executor = None
+    try:
+        apply_environment(settings)
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        from workers.vllm.args import make_config
+
+        config = make_config(settings, UsageContext.OPENAI_API_SERVER)
+        reports.doing(f"joining {nodes.master_addr}:{nodes.master_port}")
+        executor = MultiprocExecutor(config, monitor_workers=False)
+        ranks = [handle.proc for handle in executor.workers]
+        logger.info("node %d of %d runs %d ranks", nodes.rank, nodes.count, len(ranks))
+        reports.ready({"worker_id": "", "role": "", "address": "", "debug": ""})
+        try:
+            wait([rank.sentinel for rank in ranks])
+        except _Signalled:
+            wait([rank.sentinel for rank in ranks], drain_timeout_s)
+    except _Signalled:
+        logger.info("ends before the head does")
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        if executor is not None:
+            executor.shutdown()
+    failed = [rank for rank in ranks if rank.exitcode] if executor is not None else []
+    return f"{failed[0].name} ended with exit code {failed[0].exitcode}" if failed else ""
+
+
+def _raise(_number: int, _frame: FrameType | None) -> None:
+    raise _Signalled
