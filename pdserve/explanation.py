@@ -52,6 +52,12 @@ def scores(candidate: a.PlacementCandidate) -> str:
     return "; ".join(f"{phase}: {' + '.join(texts)}" for phase, texts in parts.items())
 
 
+def cached(candidate: a.PlacementCandidate) -> str:
+    """Return the cached prompt tokens of a worker, and how many are in its host memory."""
+    tiers = f" ({candidate.tier_tokens} in host memory)" if candidate.tier_tokens else ""
+    return f"{candidate.cached_tokens}{tiers}"
+
+
 def predicted(prediction: a.PlacementPrediction) -> str:
     where = f"aggregated on {prediction.decode}"
     if prediction.prefill:

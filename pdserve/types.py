@@ -434,7 +434,8 @@ class WorkerInfo:
 @dataclass(slots=True)
 class WorkerLoad:
     """Load with vLLM's names. `progress` grows while the engine makes steps. `step_allowance_s` is
-    the expected upper bound of the current step."""
+    the expected upper bound of the current step, `tier_token_s` the mean time to load a prompt
+    token from host memory, 0 before the first load."""
 
     num_waiting_reqs: int
     num_running_reqs: int
@@ -443,6 +444,7 @@ class WorkerLoad:
     progress: int = 0
     has_work: bool = False
     step_allowance_s: float = 0.0
+    tier_token_s: float = 0.0
 
 
 # The kind of an Account's time without work.

@@ -116,6 +116,7 @@ def _candidate_to_pb(
         outstanding_tokens=candidate.outstanding_tokens,
         reserved_blocks=candidate.reserved_blocks,
         cached_tokens=decision.cached.get(candidate.worker_id, 0),
+        tier_tokens=decision.in_tiers.get(candidate.worker_id, 0),
         why_not=reasons.get(candidate.worker_id, ""),
         topology=candidate.info.topology,
     )

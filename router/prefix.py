@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdserve import prefix_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pdserve.v1 import worker_pb2 as w
     from router.fleet.member import Member
@@ -30,7 +30,8 @@ class Holder(NamedTuple):
 
 
 class PrefixIndex:
-    """Maps a block hash to a bit mask of the workers that have the block cached.
+    """Maps a block hash to a bit mask of the workers that have the block cached, and to one of
+    those that have it in host memory.
 
     A full index takes no further blocks: workers then have more cached than the router knows.
     """
@@ -38,6 +39,7 @@ class PrefixIndex:
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._masks: dict[int, int] = {}
+        self._tier_masks: dict[int, int] = {}
         self._live: dict[int, Holder] = {}  # by bit
         self._live_mask = 0
         self._departed_mask = 0  # workers whose blocks have to be purged
@@ -62,9 +64,18 @@ class PrefixIndex:
         self._live_mask &= ~holder.bit
         self._departed_mask |= holder.bit
 
-    def apply(self, holder: Holder, removed: Iterable[int], stored: Iterable[int]) -> None:
-        """Apply one cache update. Unknown removals and repeated stores are ignored."""
-        masks, bit, live = self._masks, holder.bit, self._live_mask
+    def apply(
+        self,
+        holder: Holder,
+        removed: Iterable[int],
+        stored: Iterable[int],
+        *,
+        in_tiers: bool = False,
+    ) -> None:
+        """Apply one update of a cache, or of host memory. Unknown removals and repeated stores are
+        ignored."""
+        masks = self._tier_masks if in_tiers else self._masks
+        bit, live = holder.bit, self._live_mask
         for block in removed:
             mask = masks.get(block, 0)
             if mask & bit:
@@ -78,12 +89,21 @@ class PrefixIndex:
                 masks[block] = mask | bit
 
     def cached_blocks(self, chain: Sequence[int]) -> dict[str, int]:
-        """Return how many leading blocks of `chain` each worker has; workers with none are left
-        out."""
+        """Return how many leading blocks of `chain` each worker has cached; workers with none are
+        left out."""
+        return self._leading(chain, self._masks.get)
+
+    def blocks_with_tiers(self, chain: Sequence[int]) -> dict[str, int]:
+        """Return how many leading blocks of `chain` each worker has cached or in host memory;
+        empty if none has a block in host memory."""
+        masks, tiers = self._masks, self._tier_masks
+        return self._leading(chain, lambda x, y: masks.get(x, y) | tiers.get(x, y)) if tiers else {}
+
+    def _leading(self, chain: Sequence[int], mask: Callable[[int, int], int]) -> dict[str, int]:
         found: dict[str, int] = {}
         holders, depth = self._live_mask, 0
         for block in chain:
-            remaining = self._masks.get(block, 0) & holders
+            remaining = mask(block, 0) & holders
             if remaining != holders:
                 if depth:
                     self._record(found, holders ^ remaining, depth)
@@ -107,8 +127,9 @@ class PrefixIndex:
 
     def purge(self) -> Iterator[None]:
         """Free the blocks of workers that left, in steps short enough for the event loop."""
-        departed, masks = self._departed_mask, self._masks
-        for count, block in enumerate(list(masks)):
+        departed = self._departed_mask
+        every = [(masks, block) for masks in (self._masks, self._tier_masks) for block in masks]
+        for count, (masks, block) in enumerate(every):
             mask = masks.get(block, 0)
             if mask & departed:
                 if mask := mask & ~departed:
@@ -136,16 +157,27 @@ class PrefixWatcher:
 
     def cached_tokens(self, demand: Demand) -> Mapping[str, int]:
         """Return how many prompt tokens each worker would take from its cache, by worker id."""
-        cached: dict[str, int] = {}
+        return self._tokens(demand, self.index.cached_blocks)
+
+    def tokens_with_tiers(self, demand: Demand) -> Mapping[str, int]:
+        """Return how many prompt tokens each worker would take from its cache or then from its host
+        memory; empty if nothing is in host memory."""
+        return self._tokens(demand, self.index.blocks_with_tiers)
+
+    def _tokens(
+        self, demand: Demand, leading: Callable[[Sequence[int]], dict[str, int]]
+    ) -> Mapping[str, int]:
+        found: dict[str, int] = {}
         for model, block_size in self._block_sizes:
             if model == demand.model:
-                blocks = self.index.cached_blocks(demand.block_hashes(block_size))
-                cached |= {worker: count * block_size for worker, count in blocks.items()}
-        return cached
+                blocks = leading(demand.block_hashes(block_size))
+                found |= {worker: count * block_size for worker, count in blocks.items()}
+        return found
 
     def apply(self, member: Member, update: w.CacheUpdate) -> None:
         """Apply an update of a worker. Raises ValueError for a malformed one."""
-        removed, stored = prefix_hash.unpack(update.removed), prefix_hash.unpack(update.stored)
+        packed = (update.removed, update.stored, update.tier_removed, update.tier_stored)
+        removed, stored, tier_removed, tier_stored = map(prefix_hash.unpack, packed)
         if update.reset:
             self.forget(member)
             self._holders[member] = self.index.join(member.worker_id)
@@ -154,6 +186,7 @@ class PrefixWatcher:
         if holder is None:
             raise ValueError("a change of the cache came before its snapshot")
         self.index.apply(holder, removed, stored)
+        self.index.apply(holder, tier_removed, tier_stored, in_tiers=True)
 
     def forget(self, member: Member) -> None:
         """Drop a worker's blocks, if there are any."""

@@ -23,7 +23,8 @@ Key = Hashable
 class CacheMirror:
     """State: the chain hash and the children of each block by the engine's key, and what changed
     since `take`. Blocks after one that is not known here are left out: tokens and adapter do not
-    identify one with an image."""
+    identify one with an image. The same of blocks in host memory: an engine tells their keys alone,
+    so that one is shown once it has been in the cache, too."""
 
     def __init__(self, model: str, block_size: int) -> None:
         self._model = model
@@ -33,6 +34,9 @@ class CacheMirror:
         self._children: dict[Key, dict[Key, None]] = {}
         self._stored: dict[int, None] = {}
         self._removed: dict[int, None] = {}
+        self._tier: dict[Key, int | None] = {}
+        self._tier_stored: dict[int, None] = {}
+        self._tier_removed: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -68,6 +72,8 @@ class CacheMirror:
             if key in self._hashes:
                 self.remove(key)  # it is cached after another parent
             self._hashes[key] = chain_hash
+            if key in self._tier:
+                self.store_in_tier(key)
             if parent is not None:
                 self._parents[key] = parent
                 self._children.setdefault(parent, {})[key] = None
@@ -95,8 +101,24 @@ class CacheMirror:
         for key in list(self._hashes):
             self.remove(key)
 
+    def store_in_tier(self, key: Key) -> None:
+        """Add a block in host memory."""
+        chain_hash = self._hashes.get(key)
+        if self._tier.get(key) is None:
+            self._tier[key] = chain_hash
+            if chain_hash is not None and self._tier_removed.pop(chain_hash, key) is not None:
+                self._tier_stored[chain_hash] = None
+
+    def remove_from_tier(self, key: Key) -> None:
+        """Withdraw a block in host memory, if it is known."""
+        chain_hash = self._tier.pop(key, None)
+        if chain_hash is not None and self._tier_stored.pop(chain_hash, key) is not None:
+            self._tier_removed[chain_hash] = None
+
     def take(self) -> CacheChange:
         """Return all changes since the last call, each block at most once."""
-        change = CacheChange(tuple(self._removed), tuple(self._stored))
-        self._stored, self._removed = {}, {}
+        change = CacheChange(
+            *map(tuple, (self._removed, self._stored, self._tier_removed, self._tier_stored))
+        )
+        self._stored, self._removed, self._tier_stored, self._tier_removed = {}, {}, {}, {}
         return change

@@ -133,14 +133,16 @@ class CacheChange:
     """A change of the prefix cache, by the chain hashes of blocks (pdserve/prefix_hash.py).
 
     First `removed` go, then `stored` come, each block after its parent. `removed` holds only blocks
-    that were reported as stored.
+    that were reported as stored. `tier_removed` and `tier_stored` are of blocks in host memory.
     """
 
     removed: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
+    tier_removed: tuple[int, ...] = ()
+    tier_stored: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.removed or self.stored)
+        return bool(self.removed or self.stored or self.tier_removed or self.tier_stored)
 
 
 StepCallback = Callable[[Sequence[StreamDelta]], None]

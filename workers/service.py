@@ -129,6 +129,7 @@ class WorkerService:
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.account = WorkerAccount(engine.busy, asyncio.get_running_loop().time())
         self.cached_blocks: dict[int, None] = {}  # chain hashes, each after its parent
+        self.tier_blocks: set[int] = set()
         self.adapters: dict[str, Adapter] = {}  # those that requests may use, by key
         self.is_moving = False  # routers should move the open streams to other workers
         self.guard = guard
@@ -221,11 +222,15 @@ class WorkerService:
     def watch_cache(self, session: Session) -> None:
         """Send a snapshot of the prefix cache, in parts, and its changes from now on."""
         session.watches_cache = True
-        blocks = list(self.cached_blocks)
-        for start in range(0, max(1, len(blocks)), _SNAPSHOT_PART):
+        blocks, in_tiers = list(self.cached_blocks), list(self.tier_blocks)
+        count = max(1, len(blocks), len(in_tiers))
+        for start in range(0, count, _SNAPSHOT_PART):
             end = start + _SNAPSHOT_PART
             update = w.CacheUpdate(
-                reset=not start, more=end < len(blocks), stored=pack(blocks[start:end])
+                reset=not start,
+                more=end < count,
+                stored=pack(blocks[start:end]),
+                tier_stored=pack(in_tiers[start:end]),
             )
             session.send(w.StepFrame(cache=update))
 
@@ -233,9 +238,16 @@ class WorkerService:
         for block in change.removed:
             self.cached_blocks.pop(block, None)
         self.cached_blocks.update(dict.fromkeys(change.stored))
+        self.tier_blocks.difference_update(change.tier_removed)
+        self.tier_blocks.update(change.tier_stored)
         watching = [session for session in self._sessions.values() if session.watches_cache]
         if watching:
-            update = w.CacheUpdate(removed=pack(change.removed), stored=pack(change.stored))
+            update = w.CacheUpdate(
+                removed=pack(change.removed),
+                stored=pack(change.stored),
+                tier_removed=pack(change.tier_removed),
+                tier_stored=pack(change.tier_stored),
+            )
             for session in watching:
                 session.send(w.StepFrame(cache=update))
 

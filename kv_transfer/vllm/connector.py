@@ -270,6 +270,12 @@ def first_of(connector: Any) -> Any:
     return getattr(connector, "sub_connectors", [connector])[0]
 
 
+def tier_token_s(connector: Any) -> float:
+    """Return the mean time to load a prompt token from a tier; 0 without one, or before a load."""
+    last = getattr(connector, "sub_connectors", [connector])[-1]
+    return float(getattr(last, "token_s", 0.0))
+
+
 def snapshot_in(_worker: Any) -> KvSnapshot:
     """For `Executor.collective_rpc`: return the KV plane's state in the process that runs this."""
     snapshot: KvSnapshot = first_of(get_kv_transfer_group()).snapshot()

@@ -47,19 +47,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager
     from vllm.v1.kv_offload.tiering.base import TransferJob
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger(__name__)
 _SHARED = Path("/dev/shm")
 _SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 _DRAIN_TIMEOUT_S = 60.0
+_NEWEST_LOAD = 0.1  # weight of the newest load in the mean
 
 
 class TierConnector(OffloadingConnector):
-    """vLLM's connector, for requests whose KV does not come from another worker."""
+    """vLLM's connector, for requests whose KV does not come from another worker.
+
+    State of the scheduler's half: `token_s`, the mean time to load a prompt token over the last
+    loads, 0 before the first; and the loads under way, as tokens and start by request."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -73,6 +79,8 @@ class TierConnector(OffloadingConnector):
         if role == KVConnectorRole.SCHEDULER:
             extra["namespace"] = _namespace(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self.token_s = 0.0
+        self._loads: dict[str, tuple[int, float]] = {}
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -92,6 +100,29 @@ class TierConnector(OffloadingConnector):
             manager = self.scheduler.manager
             chunks = manager.primary_tier._num_chunks // (2 * len(state.group_states))
             state.max_load_tokens = chunks * state.config.kv_group_configs[0].tokens_per_chunk
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._loads[request.request_id] = num_external_tokens, time.monotonic()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        for request_id in connector_output.finished_recving or ():
+            if load := self._loads.pop(request_id, None):
+                token_s = (time.monotonic() - load[1]) / load[0]
+                weight = _NEWEST_LOAD if self.token_s else 1.0
+                self.token_s += weight * (token_s - self.token_s)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._loads.pop(request.request_id, None)
+        held: tuple[bool, dict[str, Any] | None]
+        held = super().request_finished_all_groups(request, block_ids)
+        return held
 
 
 def _namespace(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -18,7 +18,7 @@ from pdserve.cli.options import (
     say,
     table_of,
 )
-from pdserve.explanation import details, outcome, predicted, scores, total
+from pdserve.explanation import cached, details, outcome, predicted, scores, total
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 
@@ -107,7 +107,7 @@ def _cells(candidate: a.PlacementCandidate, decision: a.PlacementDecision) -> tu
         candidate.outstanding_tokens,
         f"{candidate.reserved_blocks}/{candidate.total_blocks}",
         f"{load.num_running_reqs}+{load.num_waiting_reqs}" if candidate.HasField("load") else None,
-        candidate.cached_tokens if decision.asked_prefix else None,
+        cached(candidate) if decision.asked_prefix else None,
         None if score is None else f"{score:.3f}",
         scores(candidate),
     )

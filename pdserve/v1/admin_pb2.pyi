@@ -70,7 +70,7 @@ class ExcludedPair(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
-    __slots__ = ("worker_id", "state", "load", "outstanding_requests", "outstanding_tokens", "reserved_blocks", "cached_tokens", "why_not", "scores", "totals", "role", "total_blocks", "topology")
+    __slots__ = ("worker_id", "state", "load", "outstanding_requests", "outstanding_tokens", "reserved_blocks", "cached_tokens", "why_not", "scores", "totals", "role", "total_blocks", "topology", "tier_tokens")
     class TotalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class PlacementCandidate(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
+    TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     load: _worker_pb2.WorkerLoad
@@ -111,7 +112,8 @@ class PlacementCandidate(_message.Message):
     role: _worker_pb2.Role
     total_blocks: int
     topology: _containers.ScalarMap[str, str]
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., why_not: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[PlacementScore, _Mapping]]] = ..., totals: _Optional[_Mapping[str, float]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., total_blocks: _Optional[int] = ..., topology: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    tier_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., why_not: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[PlacementScore, _Mapping]]] = ..., totals: _Optional[_Mapping[str, float]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., total_blocks: _Optional[int] = ..., topology: _Optional[_Mapping[str, str]] = ..., tier_tokens: _Optional[int] = ...) -> None: ...
 
 class PlacementScore(_message.Message):
     __slots__ = ("phase", "scorer", "weight", "score")

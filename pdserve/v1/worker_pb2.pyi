@@ -144,7 +144,7 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s")
+    __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s", "tier_token_s")
     NUM_WAITING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class WorkerLoad(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     HAS_WORK_FIELD_NUMBER: _ClassVar[int]
     STEP_ALLOWANCE_S_FIELD_NUMBER: _ClassVar[int]
+    TIER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     num_waiting_reqs: int
     num_running_reqs: int
     kv_cache_usage: float
@@ -159,7 +160,8 @@ class WorkerLoad(_message.Message):
     progress: int
     has_work: bool
     step_allowance_s: float
-    def __init__(self, num_waiting_reqs: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_allowance_s: _Optional[float] = ...) -> None: ...
+    tier_token_s: float
+    def __init__(self, num_waiting_reqs: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_allowance_s: _Optional[float] = ..., tier_token_s: _Optional[float] = ...) -> None: ...
 
 class KvLedger(_message.Message):
     __slots__ = ("pinned_blocks", "in_flight_blocks", "leased_blocks", "transfers", "engine_requests")
@@ -727,16 +729,20 @@ class UndrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class CacheUpdate(_message.Message):
-    __slots__ = ("reset", "more", "removed", "stored")
+    __slots__ = ("reset", "more", "removed", "stored", "tier_removed", "tier_stored")
     RESET_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    TIER_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    TIER_STORED_FIELD_NUMBER: _ClassVar[int]
     reset: bool
     more: bool
     removed: bytes
     stored: bytes
-    def __init__(self, reset: _Optional[bool] = ..., more: _Optional[bool] = ..., removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...
+    tier_removed: bytes
+    tier_stored: bytes
+    def __init__(self, reset: _Optional[bool] = ..., more: _Optional[bool] = ..., removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ..., tier_removed: _Optional[bytes] = ..., tier_stored: _Optional[bytes] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("role", "drain_timeout_s")

@@ -396,6 +396,18 @@ class CostModel:
         cost_s = streams * (self._tpot_cost_s(after_s) - self._tpot_cost_s(before_s))
         return streams * delay_s, cost_s
 
+    def tier_worth(self, demand: Demand, worker: Candidate, cached: int, in_tiers: int) -> int:
+        """Return the cached tokens that would save as much time as loading `in_tiers` tokens: all
+        while the time of either is unknown; less than none if loading is slower than computing."""
+        steps = self.step_model(worker.worker_id)
+        if worker.load is None or steps is None or not steps.knows_prefill:
+            return in_tiers
+        before = prompt_work(demand.prompt_tokens, cached)
+        after = prompt_work(demand.prompt_tokens, cached + in_tiers)
+        saved_s = steps.prompt_s(before.tokens - after.tokens, before.pairs - after.pairs)
+        share = worker.load.tier_token_s * in_tiers / saved_s if saved_s > 0.0 else 0.0
+        return max(-cached, round(in_tiers * (1.0 - share)))
+
     def has_capacity(self, demand: Demand, decode: Candidate) -> bool:
         """Return False if the predicted TPOT of `decode` with one more request exceeds
         `reject_factor × tpot_s`."""

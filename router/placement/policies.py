@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -39,6 +40,7 @@ from router.placement.values import (
     Placement,
     PlacementContext,
     Predictor,
+    PrefixLookup,
     Scoreboard,
     Scorer,
     Weights,
@@ -165,6 +167,8 @@ class Policy:
         decision = Decision(self.name, candidates, demand, turn)
         if self.uses_prefix and context.prefix is not None:
             decision.cached, decision.asked_prefix = context.prefix.cached_tokens(demand), True
+            if context.cost is not None:
+                _count_tiers(decision, context.prefix, context.cost)
         found = eligible(candidates, demand)
         if demand.prefill_only:
             self._place_prefill(decision, found)
@@ -324,6 +328,23 @@ def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> 
         decision.predictions = [*decision.predictions, aggregated]
         if beats(aggregated.cost_s, remote[lowest].cost_s):
             decision.placement = Placement(decode)
+
+
+def _count_tiers(decision: Decision, prefix: PrefixLookup, costs: Predictor) -> None:
+    """Count what tiers hold as the cached tokens that save as much time."""
+    cached, reached = decision.cached, prefix.tokens_with_tiers(decision.demand)
+    decision.in_tiers = {
+        worker: tokens - cached.get(worker, 0)
+        for worker, tokens in reached.items()
+        if tokens > cached.get(worker, 0)
+    }
+    if decision.in_tiers:
+        worth = {
+            c.worker_id: costs.tier_worth(decision.demand, c, cached.get(c.worker_id, 0), tokens)
+            for c in decision.candidates
+            if (tokens := decision.in_tiers.get(c.worker_id, 0))
+        }
+        decision.cached = Counter(cached) + Counter(worth)
 
 
 def place_aggregated(

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pdserve.types import Role, WorkerInfo, WorkerLoad
 
 Cached = Mapping[str, int]
-"""Cached prompt tokens by worker id; workers without any are left out."""
+"""Cached prompt tokens by worker id; workers without any are left out. Tokens in a tier count as
+the cached ones that save as much time."""
 
 NO_TOKENS_CACHED: Cached = MappingProxyType({})
 NO_ADAPTERS: Mapping[str, int] = MappingProxyType({})
@@ -168,8 +169,9 @@ class Scoreboard(Struct, frozen=True, eq=False, gc=False):
 
 class Decision(Struct, eq=False, gc=False):
     """Result of a policy, with its reasons; not changed after the policy returned it. `placement`
-    is None if the request has to wait for capacity. `totals` is what was compared last.
-    `filters.why_not` derives why the other candidates lost."""
+    is None if the request has to wait for capacity. `totals` is what was compared last. `in_tiers`
+    are the prompt tokens in host memory by worker id. `filters.why_not` derives why the other
+    candidates lost."""
 
     policy: str
     candidates: Sequence[Candidate]
@@ -180,6 +182,7 @@ class Decision(Struct, eq=False, gc=False):
     prefill: Scoreboard | None = None
     totals: Mapping[Candidate, float] = MappingProxyType({})
     cached: Cached = NO_TOKENS_CACHED
+    in_tiers: Mapping[str, int] = NO_TOKENS_CACHED
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
 
@@ -192,12 +195,20 @@ class Decision(Struct, eq=False, gc=False):
 class PrefixLookup(Protocol):
     def cached_tokens(self, demand: Demand) -> Cached: ...
 
+    def tokens_with_tiers(self, demand: Demand) -> Mapping[str, int]:
+        """Return the tokens in caches and tiers; empty if nothing is in tiers."""
+        ...
+
 
 class Predictor(Protocol):
     def predict(
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
     ) -> Prediction | None:
         """Return None while too little was measured."""
+        ...
+
+    def tier_worth(self, demand: Demand, worker: Candidate, cached: int, in_tiers: int) -> int:
+        """Return the cached tokens that would save as much time as loading `in_tiers` tokens."""
         ...
 
     def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
+from pdserve import rpc
 from pdserve.config import RouterConfig, TiersConfig
+from pdserve.v1 import admin_pb2 as a
+from pdserve.v1.admin_pb2_grpc import AdminStub
 from tests.e2e.engines import EngineProcess, settings
 from tests.e2e.kinds import make_kind
 from tests.e2e.models import ModelSpec, make_model
@@ -147,6 +150,43 @@ async def test_a_restarted_prefill_worker_of_a_service_has_its_prefixes(
             await service.until_empty()
             service.send("prefill-0", signal.SIGTERM)
             assert await service.ended("prefill-0") == 0
+
+
+async def test_an_evicted_prompt_goes_to_the_worker_with_its_blocks_in_host_memory(
+    tiny_model: Path,
+) -> None:
+    """Each worker has room for three of the prompts in its cache, and for all in host memory."""
+    config = RouterConfig(http_port=0, grpc_port=0, policy="prefix_aware", stop_grace_s=0.0)
+    length = ", max_model_len: 1024"
+    async with Service.start(config, tiny_model) as service:
+        for name in ("prefill-0", "prefill-1"):
+            args = f"{length}, num_gpu_blocks_override: 60"
+            await service.add(name, tiers="{host_gib: 0.0625}", engine_args=args)
+        await service.add("decode-0", engine_args=length)
+        await service.until_ready()
+
+        async def ask(number: int) -> tuple[str, int, str]:
+            """Return the prefill worker of a prompt, the tokens that it did not compute, and the
+            request's id."""
+            asked = Asked(service, prompt(LENGTH, number), params())
+            await asked.end()
+            assert asked.last is not None
+            assert asked.last.usage is not None
+            await service.until_empty()
+            cached = asked.last.usage.cached_tokens
+            return asked.receipt.prefill_worker, cached, asked.last.request_id
+
+        first = [await ask(number) for number in range(12)]
+        assert {cached for _, cached, _ in first} == {0}
+        assert len({worker for worker, _, _ in first}) == 2
+        again = [await ask(number) for number in range(6)]
+        holders = [worker for worker, _, _ in first[:6]]
+        assert [answer[:2] for answer in again] == [(x, BLOCKS * BLOCK) for x in holders]
+        async with rpc.open_channel(service.grpc) as channel:
+            request = a.ExplainRequest(request_id=again[-1][2])
+            found = await AdminStub(channel).Explain(request, timeout=WAIT_S)
+        in_tiers = [c.worker_id for c in found.decisions[0].candidates if c.tier_tokens]
+        assert in_tiers == holders[-1:]
 
 
 async def test_a_damaged_file_is_computed_again(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -57,10 +58,17 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
         if not self._events:
             return None
         events, self._events = self._events, []
+        # Those of host memory first: what this batch evicts from the cache has its hash still.
+        for event in events:
+            if getattr(event, "medium", None) == MEDIUM_CPU:
+                stored = isinstance(event, BlockStored)
+                change = self._mirror.store_in_tier if stored else self._mirror.remove_from_tier
+                for key in event.block_hashes:
+                    change(key)
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self._mirror.clear()
-            elif isinstance(event, BlockRemoved):
+            elif isinstance(event, BlockRemoved) and event.medium == self._pool.medium:
                 self._remove(event)
             elif isinstance(event, BlockStored) and (salt := self._salt_of(event)) is not None:
                 parent, adapter = event.parent_block_hash, event.lora_name or ""

@@ -27,7 +27,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from kv_transfer.vllm.connector import first_of, handshake_in, snapshot_in
+from kv_transfer.vllm.connector import first_of, handshake_in, snapshot_in, tier_token_s
 from kv_transfer.vllm.continuation import patch_runner_v1
 from kv_transfer.vllm.layout import check_model
 from pdserve.errors import (
@@ -222,7 +222,9 @@ class VllmCore:
     def _read_load(self) -> WorkerLoad:
         running, waiting = self._scheduler.get_request_counts()
         usage, total = self._scheduler.get_kv_cache_usage(), self.info.total_blocks
-        return WorkerLoad(waiting, running, usage, round((1.0 - usage) * total))
+        load_s = tier_token_s(self._scheduler.get_kv_connector())
+        free = round((1.0 - usage) * total)
+        return WorkerLoad(waiting, running, usage, free, tier_token_s=load_s)
 
     def _has_runnable(self) -> bool:
         """Return whether a step could compute something: not for requests that wait for KV, for a

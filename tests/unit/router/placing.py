@@ -63,6 +63,12 @@ class Known:
     def cached_tokens(self, _demand: Demand) -> Mapping[str, int]:
         return self.cached
 
+    def tokens_with_tiers(self, _demand: Demand) -> Mapping[str, int]:
+        return {}
+
+    def tier_worth(self, _demand: Demand, _worker: Candidate, _cached: int, in_tiers: int) -> int:
+        return in_tiers
+
     def predict(
         self,
         demand: Demand,

@@ -163,6 +163,23 @@ class Rig:
         return decision.placement.prefill is None
 
 
+@pytest.mark.parametrize(
+    ("share", "worth"),
+    [
+        pytest.param(0.0, 60, id="no load measured"),
+        pytest.param(0.25, 45, id="loading takes a quarter of computing"),
+        pytest.param(1.5, -20, id="loading is slower"),
+    ],
+)
+def test_tokens_in_host_memory_count_as_what_loading_them_saves(share: float, worth: int) -> None:
+    rig, demand = Rig(), Demand("demo", 100, 110)
+    rig.prefill.load = WorkerLoad(0, 0, 0.0, 100, tier_token_s=share * TOKEN_S)
+    found = rig.costs.tier_worth(demand, rig.prefill.seen(), 20, 60)
+    assert found == pytest.approx(worth, abs=1)
+    loads_s = STEP_S + 20 * TOKEN_S + 60 * min(share, 80 / 60) * TOKEN_S
+    assert rig.predict(cached=20 + found) == pytest.approx(loads_s, rel=0.05)
+
+
 def test_the_first_token_waits_for_the_prompt_and_for_the_prompts_ahead() -> None:
     rig = Rig()
     alone = STEP_S + 100 * TOKEN_S

@@ -90,6 +90,23 @@ def test_a_full_index_takes_no_more_blocks_until_some_are_gone() -> None:
     assert index.cached_blocks(chain("00110")) == {"w0": 2, "w1": 4}
 
 
+def test_blocks_in_host_memory_are_reached_after_those_in_the_cache() -> None:
+    index = PrefixIndex(1000)
+    first, second = index.join("w0"), index.join("w1")
+    assert index.blocks_with_tiers(chain("0000")) == {}
+    index.apply(first, [], chain("00"))
+    index.apply(first, [], chain("00001")[1:], in_tiers=True)
+    index.apply(second, [], chain("0000")[1:], in_tiers=True)
+    assert index.cached_blocks(chain("00001")) == {"w0": 2}
+    assert index.blocks_with_tiers(chain("00001")) == {"w0": 5}
+    index.apply(first, chain("0000")[3:], [], in_tiers=True)
+    index.apply(second, [], chain("0"), in_tiers=True)
+    assert index.blocks_with_tiers(chain("00001")) == {"w0": 3, "w1": 4}
+    index.leave(second)
+    purge(index)
+    assert index.blocks_with_tiers(chain("00001")) == {"w0": 3}
+
+
 def test_bits_of_departed_workers_are_used_again() -> None:
     index = PrefixIndex(1000)
     for i in range(300):

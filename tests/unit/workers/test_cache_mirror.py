@@ -133,3 +133,27 @@ def test_a_block_that_stays_keeps_nothing_of_those_after_it() -> None:
         mirror.remove(key("01"))
     assert not mirror._children
     assert not mirror._parents
+
+
+def test_a_block_in_host_memory_is_shown_once_its_tokens_are_known() -> None:
+    mirror, held = CacheMirror("m", SIZE), set[int]()
+
+    def shown_in_tier() -> set[int]:
+        change = mirror.take()
+        held.difference_update(change.tier_removed)
+        held.update(change.tier_stored)
+        return held
+
+    store(mirror, "01", 0)
+    mirror.store_in_tier(key("0"))
+    mirror.store_in_tier(key("00"))  # loaded from a file: not in the cache yet
+    mirror.clear()
+    assert shown_in_tier() == {hash_of("0")}
+    store(mirror, "00", 0)
+    assert shown_in_tier() == {hash_of("0"), hash_of("00")}
+    mirror.remove_from_tier(key("0"))
+    mirror.remove_from_tier(key("1"))
+    assert shown_in_tier() == {hash_of("00")}
+    mirror.store_in_tier(key("0"))
+    mirror.remove_from_tier(key("0"))
+    assert not mirror.take()
