@@ -525,16 +525,20 @@ class WorkerConfig(_Section, frozen=True):
                 *((host, tls.is_mutual or access.worker_token_file, token) for host in self._hosts),
                 (self.debug_host, False, own),
                 (self.kv.host, not is_nixl, "kv.connector to pdserve (nixl has no authentication)"),
-                (self.master_addr, False, "nnodes to 1 (vLLM's ranks have no authentication)"),
+                (
+                    self.master_addr,
+                    self.nnodes == 1,
+                    "nnodes to 1 (vLLM's ranks have no authentication)",
+                ),
             )
 
     def _check_nodes(self) -> None:
         if self.node_rank >= self.nnodes:
             refuse("node_rank", f"must be below nnodes ({self.nnodes}), not {self.node_rank}")
-        if bool(self.master_addr) != (self.nnodes > 1):
-            refuse("master_addr", "must be set with nnodes above 1, and only then")
         if self.nnodes == 1:
             return
+        if not self.master_addr:
+            refuse("master_addr", "must be set with nnodes above 1")
         ranks = self.engine_args.get("tensor_parallel_size", 1)
         if not isinstance(ranks, int) or ranks % self.nnodes:
             at = "engine_args.tensor_parallel_size"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+import textwrap
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,7 @@ Found = dict[tuple[str, str], dict[str, Any]]
 def overlay(folder: Path, *components: str) -> Path:
     """Write the overlay that docs/deploy.md shows, with more components, and a changed
     configuration, beside a copy of the manifests. Return its folder."""
-    document = (DEPLOY.parents[1] / "docs/deploy.md").read_text("utf-8")
-    (text,) = re.findall(r"```yaml\n# mysite/kustomization.yaml\n(.*?)```", document, re.DOTALL)
+    text = shown("mysite/kustomization.yaml")
     shutil.copytree(DEPLOY.parent, folder / "deploy")
     (folder / "mysite").mkdir()
     more = "".join(f"  - ../deploy/kubernetes/components/{x}\n" for x in components)
@@ -48,6 +49,13 @@ def overlay(folder: Path, *components: str) -> Path:
     changed = CONFIG.read_text("utf-8") + "  log_level: debug\n"
     (folder / "mysite/pdserve.yaml").write_text(changed)
     return folder / "mysite"
+
+
+def shown(title: str) -> str:
+    """Return the block of docs/deploy.md that begins with this comment."""
+    document = (DEPLOY.parents[1] / "docs/deploy.md").read_text("utf-8")
+    (text,) = re.findall(rf"```yaml\n *# {re.escape(title)}\n(.*?)```", document, re.DOTALL)
+    return textwrap.dedent(text)
 
 
 def without_replicas(folder: Path) -> Path:
@@ -64,14 +72,16 @@ def workload(name: str) -> dict[str, Any]:
     raise AssertionError(f"no Deployment {name}")
 
 
-def config_of(pod: dict[str, Any]) -> Config:
-    """Return the configuration that the container of a pod starts with."""
+def config_of(pod: dict[str, Any], *more: str, **injected: str) -> Config:
+    """Return the configuration that the container of a pod starts with, with more arguments, and
+    with variables that somebody else sets."""
     (container,) = pod["containers"]
-    words = " ".join(container["args"]).replace("/etc/pdserve/pdserve.yaml", str(CONFIG))
+    words = " ".join((*container["args"], *more)).replace("/etc/pdserve/pdserve.yaml", str(CONFIG))
     values = {"POD_ROLE": "decode", "POD_IP": "10.1.2.3", "POD_NAME": "pdserve-decode-5f-x7"}
     values |= {"NODE": "node-1", "ZONE": "eu-1a", "REGION": ""}  # a label that is missing is empty
-    for variable in container.get("env", ()):
-        words = words.replace(f"$({variable['name']})", values[variable["name"]])
+    declared = {x["name"]: values[x["name"]] for x in container.get("env", ())}
+    for name, value in (declared | injected).items():
+        words = words.replace(f"$({name})", value)
     return config_from(build_parser().parse_args(words.split()))
 
 
@@ -282,7 +292,9 @@ _ROLE = _strict(
             type={"enum": ["RollingUpdate"]}, rollingUpdateConfiguration=_ROLLING
         ),
         leaderWorkerTemplate=_strict(
-            size={"type": "integer", "minimum": 1}, workerTemplate={"type": "object"}
+            size={"type": "integer", "minimum": 1},
+            leaderTemplate={"type": "object"},
+            workerTemplate={"type": "object"},
         ),
     ),
 )
@@ -295,16 +307,33 @@ def test_a_disaggregated_set_has_the_pods_of_the_pools(scaled_by: str, tmp_path:
     pools = render(folder)
     path = folder / "kustomization.yaml"
     more = "  - ../deploy/kubernetes/components/disaggregatedset\n"
-    path.write_text(path.read_text().replace("images:\n", f"{more}images:\n"))
+    nodes = shown("mysite/kustomization.yaml goes on: two pods for each worker")
+    path.write_text(path.read_text().replace("images:\n", f"{more}images:\n") + nodes)
     found = render(folder)
     made = found["DisaggregatedSet", "pdserve"]
     assert list(Draft4Validator(DISAGGREGATED_SET).iter_errors(made["spec"])) == []
     targets = {}
     for role in made["spec"]["roles"]:
-        template = role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-        name = f"pdserve-{role['name']}"
-        # The names of what the templates mount are those of this overlay, too.
-        assert template == pools["Deployment", name]["spec"]["template"]
+        group, name = role["spec"]["leaderWorkerTemplate"], f"pdserve-{role['name']}"
+        template = pools["Deployment", name]["spec"]["template"]
+        assert group.pop("size") == 2
+        for rank, (made_of, made_template) in enumerate(group.items()):
+            told = {"GROUP_SIZE": "2", "WORKER_INDEX": str(rank), "LEADER_ADDRESS": "pdserve-0"}
+            lws = {f"LWS_{key}": value for key, value in told.items()}
+            pod = made_template["spec"]
+            worker = config_of(pod, "--set=worker.engine_args.tensor_parallel_size=2", **lws).worker
+            assert (worker.nnodes, worker.node_rank, worker.master_addr) == (2, rank, "pdserve-0")
+            # The rest is that of the pool, with the names that this overlay gives to what it
+            # mounts; but of a worker's pods the first one alone listens.
+            expected = deepcopy(template)
+            (container,) = expected["spec"]["containers"]
+            container["args"] += [x for x in pod["containers"][0]["args"] if "LWS_" in x]
+            listens = [x for x in container if x == "ports" or x.endswith("Probe")]
+            assert len(listens) == 4
+            if made_of == "workerTemplate":
+                for key in listens:
+                    del container[key]
+            assert made_template == expected
         assert ("Deployment", name) not in found
         targets[role["name"]] = f"disaggregatedsetrolescalers.v1.disaggregatedset.x-k8s.io/{name}"
     if scaled_by == "keda":
