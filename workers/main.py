@@ -10,6 +10,7 @@ import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from pdserve.config import MOVE_S, UNPIN_S
 from pdserve.errors import ConfigError
 from pdserve.hub import with_directories
 from pdserve.local.child import TAKE_REQUESTS, Reports
@@ -83,7 +84,8 @@ def pin(cores: Collection[int], *, thread_pools: bool = True) -> None:
 
 
 def _run_follower(config: WorkerConfig, reports: Reports) -> int:
-    failure = run_follower(vllm_settings(config), config.drain_timeout_s, reports)
+    head_timeout_s = config.drain_timeout_s + MOVE_S + UNPIN_S
+    failure = run_follower(vllm_settings(config), head_timeout_s, reports)
     if not failure:
         return EXIT_OK
     logger.error("node %d of the worker ended: %s", config.node_rank, failure)

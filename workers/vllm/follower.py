@@ -23,11 +23,11 @@ class _Signalled(BaseException):
     pass
 
 
-def run_follower(settings: VllmSettings, drain_timeout_s: float, reports: Reports) -> str:
+def run_follower(settings: VllmSettings, head_timeout_s: float, reports: Reports) -> str:
     """Run the ranks of this node until the head ends them. Return "" then, or why they ended.
 
-    The first signal leaves the head `drain_timeout_s` to drain and end; a second one ends the ranks
-    at once, and with them the worker. Raises ConfigError, and what vLLM raises.
+    The first signal leaves the head `head_timeout_s` to drain, move its streams and end; a second
+    one ends the ranks at once, and with them the worker. Raises ConfigError, and what vLLM raises.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _raise)
@@ -49,7 +49,7 @@ def run_follower(settings: VllmSettings, drain_timeout_s: float, reports: Report
         try:
             wait([rank.sentinel for rank in ranks])
         except _Signalled:
-            wait([rank.sentinel for rank in ranks], drain_timeout_s)
+            wait([rank.sentinel for rank in ranks], head_timeout_s)
     except _Signalled:
         logger.info("ends before the head does")
     finally:
