@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import structs
 
 from pdserve.cli import main
 from pdserve.config import ScalingConfig
@@ -99,7 +100,7 @@ async def test_replicas_follow_the_load_within_their_bounds(setup: Setup) -> Non
 
 
 async def test_a_model_that_waits_for_requests_goes_to_zero_and_comes_back(setup: Setup) -> None:
-    scaler = await setup.start(replace(RULES, to_zero_after_s=2.0))
+    scaler = await setup.start(structs.replace(RULES, to_zero_after_s=2.0))
     setup.load = Load({Role.PREFILL: 0.0, Role.DECODE: 0.0}, {})
     with pytest.raises(ConfigError, match="on_demand_models"):
         await setup.look(scaler)
