@@ -1,7 +1,8 @@
 """An OpenAI server without a model: `python -m benchmarks.micro.mock_server PORT STEP_S`.
 
 Like an engine it makes one token at each step for every answer that was open when the step began.
-The text of a token is the time of its step (CLOCK_MONOTONIC).
+The text of a token is the time of its step (CLOCK_MONOTONIC). A request that is not streamed is a
+prefill: it is answered after one step, with what vLLM's connector would return to a router.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ _EVENT = (
     '"model":"mock","choices":[{"index":0,"delta":{"content":"%.6f "},"logprobs":null,'
     '"finish_reason":%s}]}\n\n'
 )
+_PREFILLED = {
+    "id": "chatcmpl-0123456789abcdef",
+    "object": "chat.completion",
+    "created": 1760000000,
+    "model": "mock",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": ""}}],
+    "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": list(range(4))},
+}
 _MODELS = {"object": "list", "data": [{"id": "mock", "object": "model", "owned_by": "mock"}]}
 
 
@@ -33,6 +42,9 @@ class Engine:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if not body.get("stream"):
+            await asyncio.sleep(self._step_s)
+            return web.json_response(_PREFILLED)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         ended = self._ended[response] = asyncio.Event()

@@ -1,10 +1,10 @@
 """The cost of a router for each streamed token and each request, beside other routers.
 
 pdserve's router stands before one prefill and one decode worker with scripted engines, so each
-request crosses both. vllm-router (if on PATH) stands before one equally fast mock server.
-`direct` is the mock server without a router. CPU is that of the router's processes; a latency is
-from the engine step that made a token to its arrival at the client. Idle streams are measured only
-beside the first number of streams.
+request crosses both. vllm-router (if on PATH) stands before one equally fast mock server, and as
+`vllm-router-pd` before one for prefill and one for decode. `direct` is the mock server without a
+router. CPU is that of the router's processes; a latency is from the engine step that made a token
+to its arrival at the client. Idle streams are measured only beside the first number of streams.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
     from benchmarks.progress import Progress
 
-OURS, PEER, DIRECT = "pdserve", "vllm-router", "direct"
+OURS, PEER, PEER_PD, DIRECT = "pdserve", "vllm-router", "vllm-router-pd", "direct"
 TIMEOUT_S: Final = 120.0
 TOKENS_PER_S: Final = 6400  # over all streams; a client in Python cannot read more
 TOKENS: Final = 32_768  # of all streams together, but 128 an answer at least
-ONE_TOKEN_REQUESTS: Final = 1500
+ONE_TOKEN_REQUESTS: Final = 6000
 IDLE_STREAMS: Final = 500
 _RATIOS: Final = ("cpu_us_per_token", "cpu_us_per_request")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", default="64,1000", metavar="N,...", help="at once (64,1000)")
-    every = f"{DIRECT},{OURS},{PEER}"
+    every = f"{DIRECT},{OURS},{PEER},{PEER_PD}"
     parser.add_argument("--only", default=every, metavar="NAME,...", help="these routers")
     parser.add_argument("--quick", action="store_true", help="small: only shows that it works")
 
@@ -55,8 +55,8 @@ async def run(
     """Measure all routers in turns. Raises BenchError."""
     names, notes = [], []
     for name in args.only.split(","):
-        if name == PEER and shutil.which(name) is None:
-            notes.append(f"{name} is not on PATH (`pip install {name}`)")
+        if name in (PEER, PEER_PD) and shutil.which(PEER) is None:
+            notes.append(f"{name}: {PEER} is not on PATH (`pip install {PEER}`)")
         else:
             names.append(name)
     counts = [int(x) for x in args.streams.split(",")]
@@ -203,14 +203,22 @@ async def _running(name: str, directory: Path, step_s: float, most: int) -> Asyn
             await child.start(command, lambda: _serves_the_mock(port))
             return child
 
-        port, own = free_port(), free_port()
-        module = (sys.executable, "-m", "benchmarks.micro.mock_server")
-        mock = await start("mock-server", port, *module, str(port), str(step_s))
+        mocks: list[tuple[str, int]] = []
+        for what in ("prefill-server", "decode-server") if name == PEER_PD else ("mock-server",):
+            port = free_port()
+            module = (sys.executable, "-m", "benchmarks.micro.mock_server")
+            mock = await start(what, port, *module, str(port), str(step_s))
+            mocks.append((f"http://127.0.0.1:{port}", mock.pid))
         if name == DIRECT:
-            yield _Router(name, f"http://127.0.0.1:{port}", "mock", mock.pid)
+            yield _Router(name, mocks[0][0], "mock", mocks[0][1])
             return
-        command = [name, "--host", "127.0.0.1", "--port", str(own), "--policy", "round_robin"]
-        command += ["--worker-urls", f"http://127.0.0.1:{port}"]
+        own = free_port()
+        command = [PEER, "--host", "127.0.0.1", "--port", str(own), "--policy", "round_robin"]
+        if name == PEER_PD:
+            command += ["--vllm-pd-disaggregation", "--prefill", mocks[0][0]]
+            command += ["--decode", mocks[1][0]]
+        else:
+            command += ["--worker-urls", mocks[0][0]]
         child = await start(name, own, *command, "--prometheus-port", str(free_port()))
         yield _Router(name, f"http://127.0.0.1:{own}", "mock", child.pid)
 
