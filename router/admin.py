@@ -156,8 +156,10 @@ class RegistryService(RegistryServicer):
     def _needs(self) -> dict[str, dict[Role, float]]:
         needs = {model: loads.needs for model, loads in self._loads.items()}
         for model, load in () if self._on_demand is None else self._on_demand.loads():
-            known = needs.get(model, {})
-            needs[model] = {x: max(load, known.get(x, 0.0)) for x in (Role.PREFILL, Role.DECODE)}
+            known = needs.pop(model, {})
+            if load is not None:
+                both = (Role.PREFILL, Role.DECODE)
+                needs[model] = {x: max(load, known.get(x, 0.0)) for x in both}
         return needs
 
     def _entry(self, member: Member, now: float) -> w.WorkerEntry:

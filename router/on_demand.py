@@ -31,7 +31,7 @@ OVERDUE_S = 5.0
 
 class OnDemandModels:
     """State by model: when it was asked for, since when requests miss it, how long its last start
-    took, and what its workers said of it."""
+    took, what its workers said of it, and whether it was ever served."""
 
     def __init__(
         self, names: Collection[str], fleet: Fleet, *, patience_s: float, max_waiting: int
@@ -46,6 +46,7 @@ class OnDemandModels:
         self._missed_since: dict[str, float] = {}
         self._start_s: dict[str, float] = {}
         self._infos: dict[str, ModelInfo] = {}
+        self._served: set[str] = set()
 
     def with_missing(self, models: Mapping[str, ModelInfo]) -> Mapping[str, ModelInfo]:
         """Return `models` and those that had workers before."""
@@ -92,14 +93,19 @@ class OnDemandModels:
         if self._missed_since.pop(model, None) is not None:
             self._start_s[model] = self._fleet.now() - since
 
-    def loads(self) -> Iterator[tuple[str, float]]:
-        """Return the load of each model by its requests, in workers."""
+    def loads(self) -> Iterator[tuple[str, float | None]]:
+        """Return the load of each model by its requests, in workers. None if it was not asked for
+        and never served: its first workers may be loading, which is no reason to stop them."""
         self.with_missing(self._fleet.models())  # known before the scaler that asks stops them
         now = self._fleet.now()
         for model in sorted(self.names):
             counts_s = STARTING_S if self.is_missing(model) else ASKED_S
-            asked_at = self._asked_at.get(model, -math.inf)
-            yield model, ASKED_LOAD if now - asked_at < counts_s else 0.0
+            if self._is_servable(model):
+                self._served.add(model)
+            if now - self._asked_at.get(model, -math.inf) < counts_s:
+                yield model, ASKED_LOAD
+            else:
+                yield model, 0.0 if model in self._served else None
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Say of each model whether it has workers."""

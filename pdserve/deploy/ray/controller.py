@@ -25,7 +25,7 @@ from pdserve.config import WorkerConfig, parse
 from pdserve.deploy.load import Load, RouterLoads
 from pdserve.deploy.ray.host import Host
 from pdserve.deploy.ray.rollout import Placed, choose_node, next_steps
-from pdserve.deploy.ray.spec import ServiceSpec, place_of, pool_of
+from pdserve.deploy.ray.spec import ServiceSpec, place_of
 from pdserve.deploy.scaling import Bounds, Scaler
 from pdserve.discovery import Discovery
 from pdserve.errors import PdserveError
@@ -204,11 +204,7 @@ class Controller:
                 bounds = {role: Bounds(*spec.bounds[pool]) for role, pool in pools.items()}
                 present = {role: counts[pool] for role, pool in pools.items()}
                 self._scalers[model] = Scaler(bounds, spec.scaling, present)
-            load = loads.get(model, Load({}, {}))
-            ready = {pool_of(place_of(name)) for name in load.ready}
-            # While workers load, nobody can ask: that is no reason to stop them.
-            is_known = model in spec.at_zero() or ready.issuperset(pools.values())
-            needs = load.needs if is_known else {}
+            needs = loads[model].needs if model in loads else {}
             for role, count in self._scalers[model].decide(needs, now).items():
                 counts[pools[role]] = count
         if counts != spec.counts:

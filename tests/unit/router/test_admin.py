@@ -18,6 +18,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
 from router.admin import RegistryService
 from router.fleet.registry import Fleet
+from router.on_demand import OnDemandModels
 from router.placement.cost import CostModel
 from router.roles import Loads
 from tests.fakes import MODEL, ScriptedWorker, worker_info
@@ -41,11 +42,13 @@ class Idle:
 
 
 @asynccontextmanager
-async def registry(fleet: Fleet) -> AsyncIterator[RegistryAsyncStub]:
+async def registry(
+    fleet: Fleet, on_demand: OnDemandModels | None = None
+) -> AsyncIterator[RegistryAsyncStub]:
     server = rpc.make_server()
     costs = CostModel(fleet, SloConfig(), fleet.now)
     requests = cast("RequestServer", Idle())
-    service = RegistryService(fleet, requests, costs, None, {}, LOADS)
+    service = RegistryService(fleet, requests, costs, on_demand, {}, LOADS)
     add_RegistryServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -87,6 +90,14 @@ async def test_the_needs_of_each_role_are_listed() -> None:
         needs = (await stub.ListWorkers(w.ListWorkersRequest())).needs
     found = {(x.model, wire.role_from_pb(x.role)): x.workers for x in needs}
     assert found == {("m", Role.PREFILL): 0.5, ("m", Role.DECODE): 1.5}
+
+
+async def test_no_needs_are_listed_of_a_model_whose_first_workers_still_load() -> None:
+    """A scaler to zero would stop them."""
+    fleet = Fleet(router_id="router-1", lease_s=5.0)
+    on_demand = OnDemandModels(("m",), fleet, patience_s=WAIT_S, max_waiting=1)
+    async with registry(fleet, on_demand) as stub:
+        assert not (await stub.ListWorkers(w.ListWorkersRequest())).needs
 
 
 async def test_figures_that_are_none_are_refused_by_name() -> None:

@@ -24,7 +24,7 @@ async def test_a_request_waits_for_the_first_worker_and_the_model_stays_known() 
     worker = ScriptedWorker("a", Role.AGGREGATED)
     async with worker.serving(), Fleet(router_id="r", lease_s=WAIT_S) as fleet:
         models = on_demand(fleet, WAIT_S)
-        assert dict(models.loads()) == {MODEL: 0.0}
+        assert dict(models.loads()) == {MODEL: None}
         assert models.is_missing(MODEL)
         waiting = asyncio.create_task(models.wait_for("", WAIT_S))  # the only model
         await asyncio.sleep(0)
@@ -41,6 +41,19 @@ async def test_a_request_waits_for_the_first_worker_and_the_model_stays_known() 
         assert models.with_missing({}) == {MODEL: worker.info.model}
         ((_, text),) = models.texts()
         assert text.startswith("no worker until it is asked for; a start takes ")
+
+
+async def test_the_load_of_a_model_is_unknown_until_it_was_served() -> None:
+    worker = ScriptedWorker("a", Role.AGGREGATED)
+    async with worker.serving(), Fleet(router_id="r", lease_s=WAIT_S) as fleet:
+        models = on_demand(fleet, WAIT_S)
+        fleet.register(worker.info)
+        assert dict(models.loads()) == {MODEL: None}
+        while models.is_missing(MODEL):
+            assert await fleet.capacity_change(until=fleet.now() + WAIT_S)
+        assert dict(models.loads()) == {MODEL: 0.0}
+        fleet.deregister("a", worker.info.instance_id)
+        assert dict(models.loads()) == {MODEL: 0.0}
 
 
 async def test_nobody_waits_longer_than_its_patience_and_deadline() -> None:
