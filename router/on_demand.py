@@ -57,13 +57,14 @@ class OnDemandModels:
         return model in self.names and not self._is_servable(model)
 
     async def wait_for(self, name: str, timeout_s: float) -> None:
-        """A request asks for the model `name`, or without one for the only model: return when it
-        has a worker; at once if it is none of these. Raises Overloaded if too many wait, and
-        Unavailable after the time."""
+        """A request asks for the model `name` or that of the LoRA adapter of this name, or without
+        one for the only model: return when it has a worker; at once if it is none of these. Raises
+        Overloaded if too many wait, and Unavailable after the time."""
         served = {*self.names, *self._fleet.models()}
         if not name and len(served) == 1:
             (name,) = served
-        infos = self._infos.values()
+        infos, adapter = self._infos.values(), self._fleet.adapters.get(name)
+        name = name if adapter is None else adapter.model
         model = next((x.name for x in infos if name in x.names), name)
         if model not in self.names:
             return

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.errors import Overloaded, Unavailable
-from pdserve.types import Role
+from pdserve.types import Adapter, Role
 from router.fleet.registry import Fleet
 from router.on_demand import ASKED_LOAD, START_S, OnDemandModels
 from tests.fakes import ScriptedWorker
@@ -54,6 +54,15 @@ async def test_the_load_of_a_model_is_unknown_until_it_was_served() -> None:
         assert dict(models.loads()) == {MODEL: 0.0}
         fleet.deregister("a", worker.info.instance_id)
         assert dict(models.loads()) == {MODEL: 0.0}
+
+
+async def test_a_request_for_an_adapter_asks_for_its_model() -> None:
+    async with Fleet(router_id="r", lease_s=WAIT_S) as fleet:
+        fleet.adapters["tuned"] = Adapter("tuned", "digest", "/path", MODEL)
+        models = on_demand(fleet, 0.0)
+        with pytest.raises(Unavailable, match=f"model {MODEL} had no worker"):
+            await models.wait_for("tuned", WAIT_S)
+        assert dict(models.loads()) == {MODEL: ASKED_LOAD}
 
 
 async def test_nobody_waits_longer_than_its_patience_and_deadline() -> None:
