@@ -222,6 +222,21 @@ KINDS = {
         limits="no prefix caching",
         engine_args={"enable_prefix_caching": False},
     ),
+    "Nemotron-H": Kind(
+        "NemotronHConfig",
+        f"{STATES} (Mamba-2)",
+        {
+            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "ssm_state_size": 32,
+            "expand": 2,
+        },
+        scale=2.5,
+        limits="no prefix caching",
+        engine_args={"enable_prefix_caching": False},
+    ),
     "Qwen2.5-VL": Kind(
         "Qwen2_5_VLConfig",
         FULL,
