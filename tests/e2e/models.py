@@ -8,6 +8,7 @@ a KV cache that is wrong anywhere shows (`tests/slow/test_kv_integrity.py` holds
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -152,6 +153,53 @@ def eagle_draft(model: Path, directory: Path) -> Path:
 
     config = json.loads((model / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    hidden = config["hidden_size"]
+    weights = {f"layers.0.{name}": x for name, x in _random_layer(config).items()}
+    weights["fc.weight"] = torch.cat((0.1 * torch.eye(hidden), torch.eye(hidden)), dim=1)
+    whole = load_file(next(model.glob("*.safetensors")))
+    weights["embed_tokens.weight"] = whole["model.embed_tokens.weight"].float()
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def with_mtp_layer(model: Path, directory: Path) -> Path:
+    """Write a copy of a Llama that drafts by itself: as a MiMo, which is a Llama with biases (here
+    zeros) and a layer for multi-token prediction (vllm/model_executor/models/mimo_mtp.py). That
+    layer is random and mostly passes the hidden state on: some of its tokens are accepted."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, directory, dirs_exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    more = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+    }
+    (directory / "config.json").write_text(json.dumps(config | more))
+    file = next(directory.glob("*.safetensors"))
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    head = "model.mtp_layers.0."
+    weights |= {head + name: x for name, x in _random_layer(config).items()}
+    hidden = config["hidden_size"]
+    for name in ("token", "hidden", "input", "final"):
+        weights[f"{head}{name}_layernorm.weight"] = torch.ones(hidden)
+    weights[f"{head}input_proj.weight"] = torch.cat(
+        (torch.eye(hidden), 0.1 * torch.eye(hidden)), dim=1
+    )
+    for name in list(weights):
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            weights[name.replace(".weight", ".bias")] = torch.zeros(len(weights[name]))
+    save_file({name: x.to(torch.bfloat16) for name, x in weights.items()}, file)
+    return directory
+
+
+def _random_layer(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights of a random layer for a Llama, without the norm before attention."""
+    import torch
+
     hidden, inner, size = (config[x] for x in ("hidden_size", "intermediate_size", "head_dim"))
     queries, keys = (config[f"num_{x}_heads"] * size for x in ("attention", "key_value"))
     shapes = {
@@ -165,15 +213,11 @@ def eagle_draft(model: Path, directory: Path) -> Path:
     }
     source = torch.Generator().manual_seed(0)
     weights = {
-        f"layers.0.{name}.weight": torch.randn(*shape, generator=source) * 0.05
+        f"{name}.weight": torch.randn(*shape, generator=source) * 0.05
         for name, shape in shapes.items()
     }
-    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    weights["fc.weight"] = torch.cat((0.1 * torch.eye(hidden), torch.eye(hidden)), dim=1)
-    whole = load_file(next(model.glob("*.safetensors")))
-    weights["embed_tokens.weight"] = whole["model.embed_tokens.weight"].float()
-    save_file(weights, directory / "model.safetensors")
-    return directory
+    weights["post_attention_layernorm.weight"] = torch.ones(hidden)
+    return weights
 
 
 def make_adapter(directory: Path, seed: int, *, rank: int = 8) -> Path:

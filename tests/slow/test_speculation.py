@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from pdserve import prefix_hash
 from pdserve.config import RouterConfig
 from pdserve.demo import MODEL_DIR as MODEL
 from pdserve.errors import UnsupportedField
 from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.models import eagle_draft
+from tests.e2e.models import eagle_draft, with_mtp_layer
 from tests.e2e.pair import Pair, joined
 from tests.e2e.service import Asked, Service
 from tests.patience import WAIT_S
@@ -36,6 +37,7 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 # The model as its own draft: vLLM accepts every token if the draft's KV is right, too.
 DRAFT = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
 EAGLE = {"method": "eagle", "num_speculative_tokens": 3}
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 METHOD = itemgetter("method")
 QUESTIONS = (
     "Write JSON: Ines, 44, Oslo",
@@ -68,14 +70,16 @@ async def plain() -> AsyncIterator[EngineProcess]:
     await engine.close()
 
 
-METHODS = [NGRAM, SUFFIX, DRAFT, EAGLE]
+METHODS = [NGRAM, SUFFIX, DRAFT, EAGLE, MTP]
 
 
 @dataclass
 class Speculating(Pair):
-    """With `drafts_whole` every token of a draft is the model's own."""
+    """With `drafts_whole` every token of a draft is the model's own. With `drops_a_block` the last
+    cached block of a prompt is computed again, for the draft."""
 
     drafts_whole: bool = False
+    drops_a_block: bool = False
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=METHODS, ids=METHOD)
@@ -84,16 +88,21 @@ async def pair(
 ) -> AsyncIterator[Speculating]:
     if request.param is SUFFIX and find_spec("arctic_inference") is None:
         pytest.skip("needs the package arctic-inference")
-    speculates: dict[str, object] = {"speculative_config": request.param}
+    model, speculates = MODEL, {"speculative_config": request.param}
     if request.param is EAGLE:
         draft = eagle_draft(MODEL, tmp_path_factory.mktemp("draft"))
         speculates = {"speculative_config": {**EAGLE, "model": str(draft)}}
+    if request.param is MTP:
+        model = with_mtp_layer(MODEL, tmp_path_factory.mktemp("model"))
     alone = request.param in (NGRAM, SUFFIX)
     prefill = await EngineProcess.start(
-        settings(MODEL, kv=KvSettings("p"), **({} if alone else speculates))
+        settings(model, kv=KvSettings("p"), **({} if alone else speculates))
     )
-    decode = await EngineProcess.start(settings(MODEL, kv=KvSettings("d"), **speculates))
-    yield Speculating(prefill, decode, "p", drafts_whole=request.param is DRAFT)
+    decode = await EngineProcess.start(settings(model, kv=KvSettings("d"), **speculates))
+    drops = request.param in (EAGLE, MTP)
+    yield Speculating(
+        prefill, decode, "p", drafts_whole=request.param is DRAFT, drops_a_block=drops
+    )
     await decode.close()
     await prefill.close()
 
@@ -138,6 +147,20 @@ async def test_a_move_takes_the_kv_of_accepted_tokens_alone(
     expected = joined(await plain.run(ids, sampling))
     assert joined(head, tail).token_ids == expected.token_ids
     await pair.until_empty()
+
+
+async def test_routers_are_told_what_is_cached(pair: Speculating) -> None:
+    ids = 4 * asked(QUESTIONS[2])
+    for _ in range(2):
+        await pair.run(ids, SAMPLINGS["logprobs"])
+    cached, size = await pair.prefill.cached_blocks(), pair.prefill.info.block_size
+    root = prefix_hash.root(pair.prefill.info.model.name, size)
+    usable = prefix_hash.usable_blocks(len(ids), size)
+    told = [x in cached for x in prefix_hash.chain(ids, size, root, blocks=usable)]
+    report = pair.last[0].report
+    assert report is not None
+    assert told == [True] * usable
+    assert usable - report.cached_tokens // size == pair.drops_a_block
 
 
 async def test_sampling_follows_the_model(pair: Pair) -> None:

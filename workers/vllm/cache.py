@@ -101,7 +101,8 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
 
 def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:
     """Receive the events of this scheduler. Return None if tokens alone do not identify its blocks:
-    with sliding windows, hybrid models, and drafts that drop a block."""
+    with sliding windows and hybrid models. With some drafts (EAGLE, MTP) vLLM uses one block less
+    than it has cached."""
     if not scheduler.enable_kv_cache_events:
         return None
     size = int(config.cache_config.block_size)
@@ -111,7 +112,6 @@ def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:
         type(spec) not in (FullAttentionSpec, MLAAttentionSpec)
         or spec.sliding_window is not None
         or spec.block_size != size
-        or scheduler.use_eagle_block_drop
     ):
         _log.info("the prefix cache of this model is not reported to routers")
         return None

@@ -1,5 +1,5 @@
-"""Speculative decoding. Tried on vLLM 0.32.0 (CPU): n-gram, draft model, EAGLE; suffix with
-arctic-inference 0.3.0.
+"""Speculative decoding. Tried on vLLM 0.32.0 (CPU): n-gram, draft model, EAGLE, MTP;
+suffix with arctic-inference 0.3.0.
 
 n-gram and suffix speculation have no KV of their own, so decode workers alone can use them.
 """
