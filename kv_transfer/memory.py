@@ -86,6 +86,9 @@ class KvRegion:
             return self
         return KvRegion(self.address, self._size, self.geometry.narrowed(start, size))
 
+    def enter_thread(self) -> None:
+        """Call it first on each thread that copies, or waits for a step."""
+
     def step_end(self) -> StepEnd | None:
         """Return the end of the engine steps that the calling thread has enqueued. None if they
         have ended, as in host memory."""

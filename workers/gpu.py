@@ -96,8 +96,12 @@ def _handles(nvml: Any) -> Handles:
 
 @contextlib.contextmanager
 def _xid_events(nvml: Any, handles: Handles) -> Iterator[Any]:
-    """Yield the set of events in which Xid errors arrive."""
-    events = nvml.nvmlEventSetCreate()
+    """Yield the set of events in which Xid errors arrive, None where there are no events."""
+    try:
+        events = nvml.nvmlEventSetCreate()
+    except nvml.NVMLError:
+        yield None
+        return
     try:
         for handle in handles.values():
             with contextlib.suppress(nvml.NVMLError):  # not supported under some virtualisation
@@ -110,7 +114,7 @@ def _xid_events(nvml: Any, handles: Handles) -> Iterator[Any]:
 def _look(nvml: Any, handles: Handles, events: Any, xids: dict[int, int]) -> list[w.GpuHealth]:
     """Return the figures of each GPU. `xids` keeps each GPU's last Xid error. Never raises."""
     with contextlib.suppress(nvml.NVMLError):  # NVMLError_Timeout: there is no further event
-        while True:
+        while events is not None:
             event = nvml.nvmlEventSetWait_v2(events, 0)
             index = nvml.nvmlDeviceGetIndex(event.device)
             # A fatal error stays so until the GPU is reset, and then this process is gone.

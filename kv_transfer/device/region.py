@@ -65,6 +65,14 @@ class DeviceRegion(KvRegion):
         begin = self.heads.start + first
         return DeviceRegion(self.views, self.split, range(begin, begin + count))
 
+    def enter_thread(self) -> None:
+        """Make this GPU the calling thread's. A thread begins with GPU 0, to which torch returns
+        when it leaves a stream of another. In the process of rank 1 that would make a context on
+        GPU 0, hundreds of MB of memory that rank 0 counts on."""
+        device = self.views[0].device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
     def step_end(self) -> StepEnd | None:
         device = self.views[0].device
         if device.type != "cuda":

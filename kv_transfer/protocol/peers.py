@@ -136,6 +136,10 @@ class Peers:
             lease_s=self._settings.lease_s,
             heartbeat_s=self._settings.receive_timeout_s / 4,
         )
+        if (zeroed := local.regions[0].step_end()) is not None:
+            # vLLM has just enqueued zeros for the whole cache. What is copied below before they are
+            # there is what the memory held, which may be NaN, and comes back after them.
+            zeroed.synchronize()
         for region, blocks in zip(local.regions, self.producer.chunk_blocks, strict=True):
             # The first use of a kernel loads its code, which may wait for the whole GPU.
             for count in () if region.is_host else (1, blocks):
@@ -299,6 +303,7 @@ class Peers:
         """Reader thread: handshake, then read until the link is down."""
         writer = threading.Thread(target=self._write, args=[link], daemon=True, name="kv-write")
         try:
+            self.local.regions[0].enter_thread()
             handshake()
             link.end_handshake()
             writer.start()
@@ -316,6 +321,7 @@ class Peers:
     def _write(self, link: Link) -> None:
         """Writer thread: send what is queued and could not be sent at once."""
         try:
+            self.local.regions[0].enter_thread()
             if link.producer is not None:
                 with link.writing:
                     link.producer.open()
@@ -543,6 +549,7 @@ class Peers:
 
     def _digest(self) -> None:
         """Make the digests of blocks that are computed, while they move."""
+        self.local.regions[0].enter_thread()
         while (transfer_id := self._undigested.get()) is not None:
             while not self._is_closing:
                 with self.lock:

@@ -145,6 +145,7 @@ class WorkerHalf:
 
     def _follow(self) -> None:
         """Wait for the end of each step, in order. A GPU that fails ends the engine, too."""
+        self.peers.local.regions[0].enter_thread()
         while (step := self._to_follow.get()) is not None:
             try:
                 step.end.synchronize()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -115,3 +118,14 @@ def test_a_layout_that_is_none_of_vllms_is_refused() -> None:
     ):
         with pytest.raises(UnsupportedLayout):
             device_region(views, blocks)
+
+
+def test_a_thread_takes_the_gpu_on_which_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    region: Any = device_region(list(torch.zeros((1, 2, 1, 4, 8))), 2)
+    region.enter_thread()
+    assert not taken  # in host memory
+    region.views = (SimpleNamespace(device=torch.device("cuda", 1)),)
+    region.enter_thread()
+    assert taken == [torch.device("cuda", 1)]

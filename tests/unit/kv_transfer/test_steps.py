@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.memory import KvRegion
 from kv_transfer.vllm.step import ProducerEnded, ProducerProgress
 from tests.patience import WAIT_S
-from tests.unit.kv_transfer.rig import FROM, TO, TOKENS, N, Rig, Worker, check_exact, settle, until
+from tests.unit.kv_transfer.rig import (
+    FROM,
+    TO,
+    TOKENS,
+    N,
+    Rig,
+    Worker,
+    check_exact,
+    settle,
+    transfer,
+    until,
+)
 
 
 class Gpu:
@@ -94,3 +106,40 @@ def test_a_step_that_ends_after_a_preemption_announces_nothing_of_it(rig: Rig, g
     gpu.run()
     until(lambda: source.peers.counters.pushed_blocks == 1, source, target)
     assert source.look().transfers[0].blocks == 1
+
+
+def test_each_thread_takes_the_gpu_of_the_cache_before_it_uses_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else CUDA opens a context on GPU 0 in the process of every other rank."""
+    entered, used = set[int](), set[int]()
+    monkeypatch.setattr(KvRegion, "enter_thread", lambda _: entered.add(threading.get_ident()))
+
+    def noted(act: Any) -> Any:
+        def act_and_note(*args: Any) -> Any:
+            used.add(threading.get_ident())
+            return act(*args)
+
+        return act_and_note
+
+    for name in ("pages", "copy_from", "digests"):
+        monkeypatch.setattr(KvRegion, name, noted(getattr(KvRegion, name)))
+    end = SimpleNamespace(synchronize=lambda: used.add(threading.get_ident()))
+    monkeypatch.setattr(KvRegion, "step_end", lambda _: end)
+    source, target = rig.pair()
+    transfer(source, target)
+    used.discard(threading.get_ident())  # the engine's own
+    assert len(used) > 2
+    assert used <= entered
+
+
+def test_nothing_is_copied_before_the_gpu_has_filled_the_cache_with_zeros(
+    tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+    monkeypatch.setattr(KvRegion, "is_host", False)
+    monkeypatch.setattr(KvRegion, "copy_from", lambda *_: did.append("copied"))
+    end = SimpleNamespace(synchronize=lambda: did.append("zeroed"))
+    monkeypatch.setattr(KvRegion, "step_end", lambda _: end)
+    tcp_rig.worker()
+    assert did == ["zeroed", "copied", "copied"]

@@ -210,6 +210,18 @@ async def test_a_gpu_is_well_up_to_the_limits(
         assert gpus.latest[0].fault == fault
 
 
+async def test_cards_are_watched_where_nvml_has_no_events(
+    nvml: Nvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> list[str]:
+        raise NVMLError(NOT_SUPPORTED)
+
+    monkeypatch.setattr(nvml, "nvmlEventSetCreate", refused)
+    nvml.temperature_c = 96
+    async with watching(lambda _: None) as gpus:
+        assert gpus.latest[0].fault == "GPU 0 is at 96 degrees"
+
+
 async def test_a_worker_is_out_while_its_gpu_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch goes on when a GPU is lost."""
     nvml = Nvml()
