@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.registry import Collector
@@ -52,12 +53,15 @@ class Gpus(Collector):
     def __init__(self) -> None:
         self.latest: list[w.GpuHealth] = []
 
-    async def watch(self, report: Callable[[str], None], *, look_s: float = _LOOK_S) -> None:
+    async def watch(
+        self, gpus: int, report: Callable[[str], None], *, look_s: float = _LOOK_S
+    ) -> None:
         """Call `report` with the fault of a GPU, and with "" when it is gone, until cancelled.
-        Return at once if there is no GPU."""
+        Watched are the first `gpus` that this process may use: those that its engine takes. Return
+        at once if there is none."""
         reported = ""
         with open_nvml() as nvml:
-            handles = _handles(nvml)
+            handles = _handles(nvml, gpus)
             if not handles:
                 return
             with _xid_events(nvml, handles) as events:
@@ -84,11 +88,11 @@ class Gpus(Collector):
 Handles = dict[int, Any]
 
 
-def _handles(nvml: Any) -> Handles:
+def _handles(nvml: Any, count: int) -> Handles:
     if nvml is None:
         return {}
     try:
-        return dict(visible(nvml))
+        return dict(islice(visible(nvml), count))
     except nvml.NVMLError as error:
         logger.warning("reading GPUs failed: %s", error)
         return {}

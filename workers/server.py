@@ -155,7 +155,7 @@ class WorkerServer(WorkerServicer):
         self.routers.start(info, self._renewal, self.service.account)
         stack.push_async_callback(self.routers.stop)
         watches = [
-            ("gpu-watch", self._gpus.watch(self.service.set_unhealthy)),
+            ("gpu-watch", self._gpus.watch(gpus, self.service.set_unhealthy)),
             ("health", self._watch_health()),
         ]
         if counter is not None:

@@ -124,10 +124,10 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 
 @asynccontextmanager
-async def watching(report: Callable[[str], None]) -> AsyncIterator[Gpus]:
+async def watching(report: Callable[[str], None], cards: int = len(HANDLES)) -> AsyncIterator[Gpus]:
     """The figures after the first look, and then of ever new ones."""
     gpus = Gpus()
-    watch = asyncio.create_task(gpus.watch(report, look_s=0.001))
+    watch = asyncio.create_task(gpus.watch(cards, report, look_s=0.001))
     async with asyncio.timeout(WAIT_S):
         while not gpus.latest:  # noqa: ASYNC110 - read in a thread
             await asyncio.sleep(0.001)
@@ -210,6 +210,12 @@ async def test_a_gpu_is_well_up_to_the_limits(
         assert gpus.latest[0].fault == fault
 
 
+async def test_a_card_that_the_engine_does_not_take_is_not_watched(nvml: Nvml) -> None:
+    nvml.lost = {"second"}
+    async with watching(lambda _: None, cards=1) as gpus:
+        assert [gpu.index for gpu in gpus.latest] == [0]
+
+
 async def test_cards_are_watched_where_nvml_has_no_events(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +249,7 @@ async def test_a_worker_is_out_while_its_gpu_is_not_well(monkeypatch: pytest.Mon
 async def test_without_a_gpu_the_watch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     async with asyncio.timeout(WAIT_S):
-        await Gpus().watch(lambda _: None)
+        await Gpus().watch(1, lambda _: None)
 
 
 async def test_a_worker_says_which_gpus_are_its_own() -> None:
