@@ -110,7 +110,8 @@ class DeviceRegion(KvRegion):
         """Enqueue the reverse on the current stream.
 
         It waits for no engine step: vLLM frees the blocks of a consumer only after the steps that
-        were in flight (`Scheduler.defer_block_free`), so none still writes to them.
+        were in flight (`Scheduler.defer_block_free`), so none still writes to them. Nor
+        does a draft, which runs after its step: see vllm/worker.py.
         """
         for layers, part, table in self._copies(block_ids, staging):
             layers.index_copy_(1, table, part)

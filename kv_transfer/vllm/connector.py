@@ -33,6 +33,7 @@ from kv_transfer.vllm.layout import (
     check_model,
     describe,
     groups_of,
+    has_draft_kv,
     plan_of,
     regions_of,
 )
@@ -109,7 +110,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._shared = SharedMemory("pdserve-kv")
         # The ranks on other nodes have the name of the first one's engine.
         instance_id = get_world_group().broadcast_object(transfer_config.engine_id)
-        worker = WorkerHalf(settings, instance_id, self._transports)
+        worker = WorkerHalf(
+            settings, instance_id, self._transports, has_draft_kv=has_draft_kv(self._config)
+        )
         patch_runner_v1(worker.resumed)
         return worker
 

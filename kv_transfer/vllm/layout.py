@@ -306,10 +306,16 @@ def describe(
     return layout
 
 
+def has_draft_kv(config: VllmConfig) -> bool:
+    """Return whether a draft of speculative decoding has KV in the cache."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method not in _WITHOUT_DRAFT_KV
+
+
 def _speculative(config: VllmConfig) -> str:
     """Name the method, and the draft whose KV is in the cache."""
     speculative = config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_DRAFT_KV:
+    if not has_draft_kv(config):
         return "no"
     draft = str(getattr(speculative.draft_model_config, "model", None))
     return f"{speculative.method} {_last_name(draft)}, weights {weights_digest(draft)}"

@@ -50,8 +50,14 @@ class WorkerHalf:
     """See the top of the file. `close` releases everything."""
 
     def __init__(
-        self, settings: KvSettings, instance_id: str, transports: Sequence[Transport]
+        self,
+        settings: KvSettings,
+        instance_id: str,
+        transports: Sequence[Transport],
+        *,
+        has_draft_kv: bool = False,
     ) -> None:
+        self._has_draft_kv = has_draft_kv
         self.peers = Peers(settings, instance_id, transports)
         self._plan: Plan | None = None
         self._output = WorkerOutput()
@@ -68,6 +74,12 @@ class WorkerHalf:
     def before_step(self, metadata: StepMetadata) -> None:
         """Start a step, before anything is computed: messages must not wait for the forward pass,
         and preempted blocks must not be read any more."""
+        if metadata.starts and self._has_draft_kv:
+            # vLLM gives away the blocks of an ended request when its last tokens are there. Its
+            # draft runs after that, and may still write to them.
+            end = self.peers.local.regions[0].step_end()
+            if end is not None:
+                end.synchronize()
         now = time.monotonic()
         # Read in this step, by runner V1 alone.
         self.resumed.clear()

@@ -89,6 +89,7 @@ class Worker:
     compatibility: str = "same"
     shared: bool = True
     shard: Shard | None = None
+    has_draft_kv: bool = False
     sent: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -102,7 +103,9 @@ class Worker:
         names = tuple(each.name for each in self.transports)
         if names:
             self.settings = structs.replace(self.settings, transports=names)
-        self.half = WorkerHalf(self.settings, self.instance_id, self.transports)
+        self.half = WorkerHalf(
+            self.settings, self.instance_id, self.transports, has_draft_kv=self.has_draft_kv
+        )
         self.peers = self.half.peers
         shard = self.shard or Shard(1, self.shape.page_bytes, KvGroup(0, BLOCK_SIZE))
         self.half.register(self.cache.local, self.compatibility, Plan((shard,)))

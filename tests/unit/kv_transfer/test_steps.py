@@ -143,3 +143,17 @@ def test_nothing_is_copied_before_the_gpu_has_filled_the_cache_with_zeros(
     monkeypatch.setattr(KvRegion, "step_end", lambda _: end)
     tcp_rig.worker()
     assert did == ["zeroed", "copied", "copied"]
+
+
+@pytest.mark.parametrize("has_draft_kv", [True, False])
+def test_blocks_are_filled_when_the_draft_of_a_past_step_has_written_to_them(
+    tcp_rig: Rig, has_draft_kv: bool
+) -> None:
+    source, target = tcp_rig.worker(), tcp_rig.worker(has_draft_kv=has_draft_kv)
+    links_at_end: list[int] = []
+    region: Any = target.peers.local.regions[0]
+    region.step_end = lambda: SimpleNamespace(
+        synchronize=lambda: links_at_end.append(len(target.links))
+    )
+    transfer(source, target)
+    assert links_at_end == [0] * has_draft_kv  # before the subscription
