@@ -577,11 +577,14 @@ class RoleConfig(_Section, frozen=True):
 
     workers: Number of workers.
     gpus: GPUs that these workers share out, by NVML index. Empty: those that no other role has.
+    nnodes: Number of nodes that each worker is spread over, with `--on ray`: each runs a part of
+        its tensor-parallel ranks.
     engine_args: Engine arguments of this role, over those of all workers.
     """
 
     workers: Annotated[int, Meta(ge=0, le=1024)] = 1
     gpus: tuple[Count, ...] = ()
+    nnodes: Annotated[int, Meta(ge=1)] = 1
     engine_args: dict[str, object] = {}
 
     @property

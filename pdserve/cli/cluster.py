@@ -64,8 +64,8 @@ def _add_worker_options(parser: argparse._ActionsContainer, default: str) -> Non
         note = default.replace("%s", str(value))
         parser.add_argument(flag, help=f"{text} {note}", **options)
 
-    add("--cpus-per-worker", "CPUs of a node for each worker", 1, type=float, metavar="N")
-    add("--gpus-per-worker", "GPUs of a node for each worker", 0, type=int, metavar="N")
+    add("--cpus-per-worker", "CPUs for each worker", 1, type=float, metavar="N")
+    add("--gpus-per-worker", "GPUs for each worker", 0, type=int, metavar="N")
     text = "workers share few nodes, or have many"
     add("--strategy", text, "spread", choices=("pack", "spread"))
 

@@ -115,6 +115,8 @@ def worker_configs(
                 refuse(
                     f"{at}.{role}.gpus", f"{missing} are not among {sorted(gpus)}, the GPUs here"
                 )
+            if pool.nnodes > 1:
+                refuse(f"{at}.{role}.nnodes", "must be 1 without --on ray")
             args = config.worker.engine_args | model.engine_args | pool.engine_args
             worker = replace(
                 config.worker,

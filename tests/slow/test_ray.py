@@ -51,6 +51,17 @@ worker:
   engine_args: {step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005, max_num_seqs: 8}
   drain_timeout_s: 1
 """
+# vLLM, and the ranks of the decode worker on both nodes.
+SPREAD = """\
+up:
+  routers: 2
+  prefill: {workers: 1}
+  decode: {workers: 1, nnodes: 2, engine_args: {tensor_parallel_size: 2}}
+router: {policy: least_loaded, stop_grace_s: 2}
+worker:
+  engine_args: {dtype: float32, kv_cache_memory_bytes: 67108864}
+  drain_timeout_s: 1
+"""
 MODELS = {
     "up.routers": 2,
     "up.models": [{"model_names": [x]} for x in "ab"],
@@ -87,6 +98,7 @@ class RayCluster:
         (directory / "job").mkdir()
         # The pools of each model have their own keys.
         (directory / "two.yaml").write_text("\n".join(CONFIG.splitlines()[1:]))
+        (directory / "spread.yaml").write_text(SPREAD)
         for path in (directory / "service.yaml", directory / "job" / "service.yaml"):
             path.write_text(CONFIG)
 
@@ -209,12 +221,10 @@ class RayCluster:
         return await self.until_workers(decode)
 
     @asynccontextmanager
-    async def answers(self, count: int = 8, of: str = "pdserve-demo") -> AsyncIterator[None]:
-        """So many answers of a model are open while the body runs, one after the other, at a client
-        that has the addresses of both routers. All are complete and right."""
+    async def client(self) -> AsyncIterator[Client]:
+        """A client that has the addresses of both routers."""
         found = await self.until(lambda _: True)
         hosts = {self._at(host): host for host in NODES}
-        begun, stopped = [asyncio.Event() for _ in range(count)], asyncio.Event()
         async with AsyncExitStack() as stack:
             addresses = [
                 await stack.enter_async_context(
@@ -222,7 +232,14 @@ class RayCluster:
                 )
                 for name, port in GRPC.items()
             ]
-            client = await stack.enter_async_context(Client(addresses))
+            yield await stack.enter_async_context(Client(addresses))
+
+    @asynccontextmanager
+    async def answers(self, count: int = 8, of: str = "pdserve-demo") -> AsyncIterator[None]:
+        """So many answers of a model are open while the body runs, one after the other. All are
+        complete and right."""
+        begun, stopped = [asyncio.Event() for _ in range(count)], asyncio.Event()
+        async with self.client() as client:
             (model,) = (x for x in await client.list_models() if x.name == of)
 
             async def read(i: int) -> None:
@@ -426,6 +443,38 @@ async def test_a_job_starts_a_service(ray_cluster: RayCluster) -> None:
     async with ray_cluster.answers():
         pass
     await ray_cluster.pdserve("down")
+
+
+async def test_a_worker_over_two_nodes_fails_and_comes_back_as_one(
+    ray_cluster: RayCluster,
+) -> None:
+    prompt = [20 + x * x % 200 for x in range(200)]
+    begun = asyncio.Event()
+
+    async def answer() -> tuple[list[int], str]:
+        token_ids, worker = list[int](), ""
+        async for delta in client.generate(prompt, LONG):
+            token_ids += delta.token_ids
+            worker = delta.receipt.decode_worker if delta.receipt else worker
+            begun.set()
+        return token_ids, place_of(worker)
+
+    await ray_cluster.pdserve("up", "--config=spread.yaml")
+    found = await ray_cluster.until_workers(1)
+    assert len(found["decode-0"]["node"].split(", ")) == 2
+    async with ray_cluster.client() as client:
+        whole, worker = await answer()
+        assert worker == "decode-0"
+        begun.clear()
+        open_answers = [asyncio.create_task(answer()) for _ in range(2)]
+        await begun.wait()
+        (follower,) = ray_cluster.processes("ray::Follower")
+        follower.children()[0].kill()
+        assert [await x for x in open_answers] == [(whole, "prefill-0")] * 2
+        await ray_cluster.until(lambda x: x["decode-0"]["lives"] == 2)
+        assert await answer() == (whole, "decode-0")
+    await ray_cluster.pdserve("down")
+    assert ray_cluster.processes("ray::Follower") == []
 
 
 async def test_models_without_requests_stop_and_start_each_on_its_own(

@@ -177,8 +177,9 @@ class Controller:
         steps = next_steps(wanted.keys(), self._hosts.keys(), serving, settled=workers <= known)
         self._stop(steps.stop)
         placed = [
-            Placed(name, group["bundles_to_node_id"][0], group["bundles"][0])
+            Placed(name, group["bundles_to_node_id"][i], bundle)
             for name, group in groups.items()
+            for i, bundle in group["bundles"].items()
         ]
         for name in sorted(steps.start):
             self._start(name, wanted[name], placed)
@@ -233,8 +234,9 @@ class Controller:
     async def _ask(self, name: str, group: Mapping[str, Any] | None) -> None:
         if group is not None and group["state"] != "CREATED":
             needs = ", ".join(f"{n:g} {kind}" for kind, n in group["bundles"][0].items())
-            why = group["stats"]["scheduling_state"]
-            doing = f"waiting for a node with {needs} free ({why})"
+            why, count = group["stats"]["scheduling_state"], len(group["bundles"])
+            nodes = "a node" if count == 1 else f"{count} nodes, each"
+            doing = f"waiting for {nodes} with {needs} free ({why})"
             self._states[name] = {**_PENDING, "doing": doing}
             return
         try:
@@ -265,11 +267,13 @@ class Controller:
         until a node has room, as what an autoscaler should add."""
         nodes = {x["NodeID"]: x["Resources"] for x in ray.nodes() if x["Alive"]}
         before = self._service.nodes.get(place_of(name))
-        if before not in nodes:
+        if spec.nnodes > 1:
+            before = None  # Ray chooses several
+        elif before not in nodes:
             before = choose_node(name, spec.bundle, self._service.spec.strategy, nodes, placed)
         group = ray.util.placement_group(
-            [spec.bundle],
-            strategy="STRICT_PACK",
+            [spec.bundle] * spec.nnodes,
+            strategy="STRICT_PACK" if spec.nnodes == 1 else "STRICT_SPREAD",
             name=_GROUP + name,
             lifetime="detached",
             _soft_target_node_id=before,
@@ -287,7 +291,7 @@ class Controller:
                 max_concurrency=_CONCURRENCY,
                 num_cpus=spec.cpus,
                 num_gpus=spec.gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
             .remote(name, spec)
         )

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -19,17 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import yaml
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.local.child import TAKE_REQUESTS
 from pdserve.local.forkserver import launched, until_ended
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from pdserve.deploy.ray.spec import ProcessSpec
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _FORGIVEN_AFTER_S = 300.0  # a process that ran this long has no deaths
+_PARTS_END_S = 15.0  # between the ends of two parts of a worker
 
 
 class Host:
@@ -46,6 +49,7 @@ class Host:
         self._process: Any = None
         self._facts: dict[str, str] = {}
         self._node_id = ray.get_runtime_context().get_node_id()
+        self._nodes = [self._address]
         self._doing, self._failure, self._lives, self._deaths = "starting", "", 0, 0
         # Why it ended before it was ever ready; None once it was.
         self._broken: str | None = ""
@@ -62,7 +66,7 @@ class Host:
             "doing": self._doing,
             "failure": self._failure,
             "broken": self._broken or "",
-            "node": self._address,
+            "node": ", ".join(self._nodes),
             "node_id": self._node_id,
             "pid": self._process.pid if self._process else 0,
             "actor_pid": os.getpid(),
@@ -123,7 +127,7 @@ class Host:
             began = time.monotonic()
             try:
                 code = await self._run()
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, ray.exceptions.RayError) as error:
                 code, self._failure = 1, f"cannot start: {error}"
             if self._ends_to_begin:
                 self._ends_to_begin = False
@@ -148,25 +152,76 @@ class Host:
                 task.cancel()
 
     async def _run(self) -> int:
-        """Run the process to its end, and return its exit code."""
-        config = self._run_dir / "config.yaml"
-        config.write_text(yaml.safe_dump({self._spec.command: self._section()}), encoding="utf-8")
-        warm = self._warm
+        """Run the process to its end, on all of its nodes, and return its exit code."""
+        section, warm = self._section(), self._warm
         self._lives += 1
         self._doing = "starting"
-        words = ("pdserve", self._spec.command, "--config", str(config))
-        async with launched(None, *words, env=os.environ, log=self._log) as (process, reports):
-            self._process = process
-            following = asyncio.create_task(self._follow(reports))
-            if self._stopped.is_set():
-                self._send(signal.SIGTERM)
-            elif warm != self._warm:
-                self._begin_anew()
-            try:
-                return await until_ended(process, following)
-            finally:
-                self._process, self._facts = None, {}
-                following.cancel()
+        async with self._followers(section) as nodes:
+            words = _command(self._run_dir, self._spec, {**section, **nodes})
+            async with launched(None, *words, env=os.environ, log=self._log) as (process, reports):
+                self._process = process
+                following = asyncio.create_task(self._follow(reports))
+                if self._stopped.is_set():
+                    self._send(signal.SIGTERM)
+                elif warm != self._warm:
+                    self._begin_anew()
+                try:
+                    return await until_ended(process, following)
+                finally:
+                    self._process, self._facts = None, {}
+                    following.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _followers(self, section: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Start the process on the other nodes of a worker, if it has any. Yield how node 0 finds
+        them. All end soon after one of them has ended, and their actors with this one."""
+        count = self._spec.nnodes
+        if count == 1:
+            yield {}
+            return
+        group = ray.util.get_current_placement_group()
+        actors = [
+            ray.remote(Follower)
+            .options(
+                num_cpus=self._spec.cpus,
+                num_gpus=self._spec.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
+            )
+            .remote(_run_dir(self._name, rank), self._spec)
+            for rank in range(1, count)
+        ]
+        watching: asyncio.Task[None] | None = None
+        try:
+            self._doing = f"waiting for {count - 1} more nodes"
+            addresses = asyncio.gather(*(_result(actor.address.remote()) for actor in actors))
+            await self._first(addresses)
+            if addresses.cancelled() or not addresses.done():
+                raise OSError("stopped before its nodes were there")
+            self._nodes = [self._address, *addresses.result()]
+            with socket.create_server((self._address, 0)) as server:
+                port = server.getsockname()[1]
+            nodes = {"nnodes": count, "master_addr": self._address, "master_port": port}
+            ends = [
+                asyncio.create_task(_result(actor.run.remote({**section, **nodes}, rank)))
+                for rank, actor in enumerate(actors, start=1)
+            ]
+            watching = asyncio.create_task(self._end_with(ends))
+            yield nodes
+            await asyncio.wait(ends, timeout=_PARTS_END_S)
+        finally:
+            if watching is not None:
+                watching.cancel()
+            self._nodes = [self._address]
+            for actor in actors:
+                ray.kill(actor)
+
+    async def _end_with(self, others: Sequence[asyncio.Task[int]]) -> None:
+        """Kill node 0 of a worker that goes on without another: it waits for it to join."""
+        done, _ = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+        rank = others.index(done.pop()) + 1
+        await asyncio.sleep(_PARTS_END_S)
+        self._failure = f"its part on {self._nodes[rank]} ended, see {_run_dir(self._name, rank)}"
+        self._send(signal.SIGKILL)
 
     def _section(self) -> dict[str, Any]:
         """Return the configuration with what depends on the node."""
@@ -188,6 +243,52 @@ class Host:
                 self._facts, self._failure = report["ready"], ""
                 self._doing = _doing_when_ready(self._warm)
                 self._broken = None
+
+
+class Follower:
+    """The actor of a part of a worker on another node than its first. It belongs to the actor of
+    the first one, with which it ends."""
+
+    def __init__(self, run_dir: Path, spec: ProcessSpec) -> None:
+        self._run_dir, self._spec = run_dir, spec
+        self._address: str = ray.util.get_node_ip_address()
+        run_dir.mkdir(exist_ok=True)
+
+    async def address(self) -> str:
+        return self._address
+
+    async def run(self, section: dict[str, Any], rank: int) -> int:
+        """Run the process to its end, and return its exit code."""
+        own = {"node_rank": rank, "host": self._address}
+        own["kv"] = {**section["kv"], "host": self._address}
+        words, log = _command(self._run_dir, self._spec, section | own), self._run_dir / "log"
+        async with launched(None, *words, env=os.environ, log=log) as (process, reports):
+            code = await until_ended(process, asyncio.create_task(_ignore(reports)))
+        if code == 0:
+            shutil.rmtree(self._run_dir)
+        return code
+
+
+def _run_dir(name: str, rank: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"pdserve-{name}-node-{rank}"
+
+
+async def _ignore(reports: asyncio.StreamReader) -> None:
+    """Read what the process reports: its log has it, too."""
+    while await reports.readline():
+        pass
+
+
+async def _result(reference: Any) -> Any:
+    """Await what Ray returns, which is no coroutine."""
+    return await reference
+
+
+def _command(directory: Path, spec: ProcessSpec, section: dict[str, Any]) -> list[str]:
+    """Write the configuration of a process, and return the words that start it."""
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump({spec.command: section}), encoding="utf-8")
+    return ["pdserve", spec.command, "--config", str(path)]
 
 
 def _doing_when_ready(warm: bool) -> str:

@@ -18,10 +18,12 @@ from pdserve.config import (
     ScaledRoleConfig,
     ScalingConfig,
     WorkerConfig,
+    parse,
     refuse,
     served_names,
     to_mapping,
 )
+from pdserve.errors import ConfigError
 from pdserve.local.specs import SCALED, router_configs
 from pdserve.types import Role
 
@@ -36,23 +38,26 @@ _SET_PER_NODE = {
     "router": ("http_host", "grpc_host"),
     "worker": (
         *("worker_id", "role", "host", "port", "debug_port", "routers", "cores", "gpus", "warm"),
+        *("nnodes", "node_rank", "master_addr", "master_port"),
     ),
 }
 
 
 class ProcessSpec(Struct, frozen=True):
     """One router or worker. `section` is its configuration, less what depends on its node.
-    `grace_s` is the longest that it may take to stop."""
+    `grace_s` is the longest that it may take to stop. It takes `cpus` and `gpus` of each of its
+    `nnodes` nodes."""
 
     command: str
     section: dict[str, Any]
     grace_s: float
     cpus: float
     gpus: float = 0.0  # never an int: it has another digest
+    nnodes: int = 1
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What it takes of a node."""
+        """What it takes of each node."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
@@ -159,12 +164,10 @@ def _digest(spec: Struct) -> str:
 
 
 def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> ServiceSpec:
-    """Return the service of a configuration, with `cpus` and `gpus` of one node for each worker.
-    Raises ConfigError for what cannot be had on Ray."""
+    """Return the service of a configuration, with `cpus` and `gpus` for each worker, which its
+    nodes share. Raises ConfigError for what cannot be had on Ray."""
     _refuse_set("router", config.router, RouterConfig())
     _refuse_set("worker", config.worker, WorkerConfig())
-    if config.worker.nnodes > 1:
-        refuse("worker.nnodes", "must be 1 with --on ray: a worker runs on one node there")
     routers = {
         f"router-{i}": ProcessSpec("router", to_mapping(x), x.stop_grace_s + _MARGIN_S, cpus=1.0)
         for i, x in enumerate(router_configs(config).values())
@@ -182,12 +185,8 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
             args = config.worker.engine_args | model.engine_args | pool.engine_args
             ranks = args.get("tensor_parallel_size", 1)
             if gpus and ranks != gpus:
-                refuse(
-                    "--gpus-per-worker",
-                    f"is {gpus:g}, but a {role} worker has tensor_parallel_size {ranks}. An engine "
-                    "runs on one node: tensor parallelism over several nodes is not possible with "
-                    "--on ray",
-                )
+                text = f"is {gpus:g}, but a {role} worker has tensor_parallel_size {ranks}"
+                refuse("--gpus-per-worker", text)
             worker = replace(
                 config.worker,
                 model=model.model,
@@ -200,7 +199,15 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
             key = f"{role}-{_NOT_IN_NAMES.sub('_', name)}" if config.up.models else role.value
             if key in workers:
                 refuse(at, f"{name} and {models[key]} are too much alike; set their model_names")
-            workers[key] = ProcessSpec("worker", to_mapping(worker), drain_s, cpus, float(gpus))
+            section, nnodes = to_mapping(worker), pool.nnodes
+            if nnodes > 1:
+                try:  # the first node's address is known later
+                    parse(WorkerConfig, {**section, "nnodes": nnodes, "master_addr": "node-0"})
+                except ConfigError as error:
+                    refuse(f"{at}.{role}.nnodes", error.message)
+            workers[key] = ProcessSpec(
+                *("worker", section, drain_s, cpus / nnodes, gpus / nnodes, nnodes)
+            )
             models[key], counts[key] = name, pool.workers
             if pool.most > pool.workers or (
                 scaling.to_zero_after_s and role in SCALED and pool.workers

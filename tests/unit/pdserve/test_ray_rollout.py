@@ -132,3 +132,13 @@ def test_workers_are_spread_or_packed_where_they_fit() -> None:
     full = Placed("decode-2-x", "a", bundle)
     assert (node("spread", full), node("pack", full)) == ("b", "b")
     assert node("pack", full, Placed("decode-3-x", "b", bundle)) is None
+
+
+def test_a_worker_over_several_nodes_takes_its_share_of_each() -> None:
+    ranks = {"up__decode__nnodes": 2, "up__decode__engine_args": {"tensor_parallel_size": 4}}
+    spec = spec_of(worker__engine="vllm", **ranks)
+    decode = spec.workers["decode"]
+    assert (decode.nnodes, decode.bundle) == (2, {"CPU": 0.5})
+    assert spec.workers["prefill"].nnodes == 1
+    with pytest.raises(ConfigError, match=r"^up\.decode\.nnodes: .*with the engine fake"):
+        spec_of(**ranks)
