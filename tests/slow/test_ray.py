@@ -148,6 +148,10 @@ class RayCluster:
                         found.append(process)
         return found
 
+    def logs(self, end: str) -> list[Path]:
+        """Return the logs of processes whose names end so."""
+        return list(self._directory.glob(f"tmp-*/pdserve-*{end}/log"))
+
     async def pdserve(self, *words: str, code: int = 0) -> str:
         """Run a command of pdserve on the head; return what it prints."""
         return await self.run("pdserve", *words, "--on", "ray", code=code)
@@ -473,8 +477,11 @@ async def test_a_worker_over_two_nodes_fails_and_comes_back_as_one(
         assert [await x for x in open_answers] == [(whole, "prefill-0")] * 2
         await ray_cluster.until(lambda x: x["decode-0"]["lives"] == 2)
         assert await answer() == (whole, "decode-0")
+    assert ray_cluster.logs("-node-1")
     await ray_cluster.pdserve("down")
     assert ray_cluster.processes("ray::Follower") == []
+    # The other part ends by itself when the first one has drained: only a failure leaves a log.
+    assert ray_cluster.logs("-node-1") == []
 
 
 async def test_models_without_requests_stop_and_start_each_on_its_own(

@@ -86,6 +86,8 @@ if TYPE_CHECKING:
 KvLook = Callable[[], "KvSnapshot"]
 
 
+# Longer than a step that a process computes before it answers.
+_RANKS_ANSWER_S = 60.0
 # vLLM's names of request fields that we name differently.
 _FIELDS = {"prompt": "prompt_token_ids", "structured_outputs": "structured_output"}
 
@@ -173,11 +175,12 @@ class VllmCore:
 
     def _note_lost_rank(self, rank: int) -> None:
         """End the ranks of this node, if vLLM does not do that because of `rank` itself: then it
-        frees the step that waits for them."""
+        frees the step that waits for them. A worker without a step fails at once, too."""
         if rank >= self._executor.local_world_size:
             self.executor_died = f"rank {rank} on another node ended, or cannot be reached"
             for handle in self._executor.workers:
                 handle.proc.kill()
+            self._wake()
 
     def _describe(self, settings: VllmSettings) -> EngineInfo:
         config = self._engine.vllm_config
@@ -241,8 +244,9 @@ class VllmCore:
         return None if self._runner_half is None else self._runner_half.snapshot
 
     def kv_ranks(self) -> tuple[KvSnapshot, ...]:
-        """Ask every process that runs the model for the state of its KV transfers."""
-        return tuple(self._executor.collective_rpc(snapshot_in))
+        """Ask every process that runs the model for the state of its KV transfers. Raises
+        TimeoutError: vLLM waits for a process on a host that is cut off without an end."""
+        return tuple(self._executor.collective_rpc(snapshot_in, timeout=_RANKS_ANSWER_S))
 
     def is_woken(self) -> bool:
         """Return whether all requests wait for transfers, and `wake` says when one progresses."""
