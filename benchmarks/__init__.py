@@ -1,1 +1,2 @@
-"""Measure pdserve: replay, compare, break, simulate and plan (`pdserve bench`)."""
+"""Benchmarks of pdserve: replay, comparison, chaos, soak, simulation and planning (`pdserve
+bench`)."""

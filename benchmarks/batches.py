@@ -1,4 +1,4 @@
-"""A client of the Batch API of a service."""
+"""Client of a service's Batch API."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ _POLL_S: Final = 0.1
 _TIMEOUT_S: Final = 300.0
 
 
-class Batches:
-    """Use it as `async with`. While the router is away, its calls wait for it."""
+class BatchClient:
+    """A client of the Batch API, used with `async with`. Calls are retried while the router is not
+    reachable."""
 
     def __init__(self, url: str) -> None:
         self._session = aiohttp.ClientSession(url)
 
-    async def __aenter__(self) -> Batches:
+    async def __aenter__(self) -> BatchClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
         await self._session.close()
 
     async def begin(self, bodies: Mapping[str, Mapping[str, Any]]) -> str:
-        """Send bodies of `/v1/completions` by custom id. Return the id of the batch once it has
-        answered a line."""
+        """Start a batch with bodies of `/v1/completions` by custom id. Return its id once its first
+        line is answered."""
         rows = [
             json.dumps(
                 {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
@@ -54,20 +58,27 @@ class Batches:
         return found
 
     async def until(self, batch: str, condition: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until a condition is true of the batch. Raises BenchError if it never is."""
+        """Wait until the batch meets a condition. Raises BenchError after _TIMEOUT_S."""
         found: dict[str, Any] = {}
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                while not condition(found := await self.get(batch)):  # noqa: ASYNC110 - it has to be asked
+                while not condition(found := await self.get(batch)):  # noqa: ASYNC110 - only polling
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise BenchError(f"nothing came of the batch in {_TIMEOUT_S:g} s: {found}") from None
+            raise BenchError(f"the batch made no progress in {_TIMEOUT_S:g} s: {found}") from None
 
     async def answers(self, batch: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the custom id and the body of each answer of a batch that is completed."""
+        """Return the custom id and the body of each answer of a completed batch."""
         file = (await self.get(batch))["output_file_id"]
         rows = map(json.loads, (await self._call("GET", f"/v1/files/{file}/content")).splitlines())
         return [(row["custom_id"], row["response"]["body"]) for row in rows]
+
+    async def delete_files(self, batch: str) -> None:
+        """Delete the input and output files of a batch that has ended."""
+        found = await self.get(batch)
+        for name in ("input_file_id", "output_file_id", "error_file_id"):
+            if file := found[name]:
+                await self._call("DELETE", f"/v1/files/{file}")
 
     async def cancel(self, batch: str) -> None:
         await self._call("POST", f"/v1/batches/{batch}/cancel")

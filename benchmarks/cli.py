@@ -48,13 +48,14 @@ def _few(text: str) -> Any:
 _Option = tuple[str, str, Any, Any, str]
 _TRACE: Final[_Option] = (
     *("--trace", "TRACE", str, "chat"),
-    "chat, code, longchat, or the path of a file",
+    "chat, code, longchat, agent, or the path of a file",
 )
 _SEED: Final[_Option] = ("--seed", "N", _whole, 0, "for prompts and the spread of arrivals")
 _JSON: Final[_Option] = ("--json", "", None, False, "print the result as JSON")
 _CUTS: Final[tuple[_Option, ...]] = (
     ("--max-output-tokens", "N", _count, None, "cut longer outputs"),
     ("--max-total-tokens", "N", _count, None, "drop longer requests"),
+    ("--turns:max_turns", "N", _count, None, "end sessions after N turns"),
 )
 _LIMITS: Final[tuple[_Option, ...]] = (
     ("--slo-ttft", "MS", _positive, None, "limit; compare tells routers too"),
@@ -161,6 +162,20 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         ("--set", "KEY=VALUE", "+", (), "of the configuration"),
         _JSON,
     ),
+    "soak": (
+        ("--duration:duration_s", "S", _positive, 3600.0, "in seconds"),
+        ("--engine", "vllm|fake", ("vllm", "fake"), "fake", "of the service"),
+        ("--prefill", "N", _count, 2, "workers that stay"),
+        ("--decode", "N", _count, 2, "workers that stay; the last one dies now and then"),
+        ("--rate:rate_per_s", "R", _positive, 24.0, "requests/s, less what answers take"),
+        ("--clients", "N", _count, 8, "that ask at once"),
+        ("--churn:churn_s", "S", _positive, 20.0, "between two workers that join and leave"),
+        ("--sample:sample_s", "S", _positive, 5.0, "between two samples"),
+        ("--seed", "N", _whole, 1, "for requests"),
+        ("--run-dir", "DIR", Path, None, "for logs (default: a new one)"),
+        ("--set", "KEY=VALUE", "+", (), "of the configuration"),
+        _JSON,
+    ),
     "simulate": (
         *_WORKERS,
         ("--regions", "N", _few, 1, "over which the workers are spread; the router is in one"),
@@ -197,6 +212,12 @@ _ABOUT: Final = {
         """Start a service, send it requests, and break it in one way a scenario. Every answer
         is compared, token by token, with that of an engine to which nothing happens. Exit
         status: 0 if no request failed, no token was wrong and no KV block leaked, else 1.""",
+    ),
+    "soak": (
+        "keep a service under traffic and worker churn, and see whether anything grows",
+        """Start a service, send it requests in all APIs, let workers come and go, and sample
+        memory, descriptors, threads, tasks, metric series and disk of its processes. Exit status:
+        0, 1 if one of them grows without an end or requests failed.""",
     ),
     "simulate": (
         "serve a trace with the real router and fake engines in virtual time",

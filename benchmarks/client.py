@@ -1,4 +1,4 @@
-"""Streaming clients: any OpenAI-compatible endpoint over HTTP, and pdserve over gRPC."""
+"""Streaming clients for OpenAI-compatible endpoints over HTTP, and for pdserve over gRPC."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from benchmarks.errors import BenchError, TargetError
-from pdserve import rpc
 from pdserve.client import Client
 from pdserve.errors import PdserveError
+from pdserve.net import rpc
 from pdserve.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from pdserve.client import Delta
-    from router.answer import AnswerDelta
+    from router.request.answer import AnswerDelta
 
 PROBE_TIMEOUT_S: Final = 30.0
 _ERROR_BODY_BYTES: Final = 4096
-# What a record keeps of an answer's usage.
+# The fields of an answer's usage that a record keeps.
 _COUNTS: Final = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model behind an endpoint; None for what the endpoint does not tell."""
+    """The model behind an endpoint. A field is None if the endpoint does not report it."""
 
     name: str
     max_model_len: int | None
@@ -40,10 +40,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One event of a stream. `tokens` is None if the endpoint does not tell how many it holds.
+    """One event of a stream. `tokens` is None if the endpoint does not report token counts.
 
-    `has_choice` is False for an event that only carries usage or a receipt. `logprobs` are those
-    of the sampled tokens.
+    `has_choice` is False for an event with only usage or a receipt. `logprobs` are those of the
+    sampled tokens.
     """
 
     has_choice: bool = True
@@ -59,13 +59,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that is ready to send; `body` is encoded JSON for HTTP, the prompt for gRPC."""
+    """A request that is ready to send. `body` is encoded JSON for HTTP, or the prompt for gRPC.
+    `session`: id of the session that it is a turn of, or ""."""
 
     request_id: str
     model: str
     body: Any
     sampling: SamplingParams = field(default_factory=SamplingParams)
     path: str = "/v1/completions"
+    session: str = ""
 
 
 class Target:
@@ -92,27 +94,32 @@ class Target:
         raise NotImplementedError
 
     def prepare(
-        self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
+        self,
+        model: ServedModel,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        session: str = "",
     ) -> Request:
-        """Encode a request, so that nothing is encoded while the clock runs."""
-        return Request(request_id, model.name, tuple(prompt), sampling)
+        """Encode a request. Doing this in advance keeps encoding out of the measured time."""
+        return Request(request_id, model.name, tuple(prompt), sampling, session=session)
 
     def stream(self, request: Request) -> AsyncIterator[Piece]:
-        """Send a request and yield its stream. Raises TargetError if the endpoint fails it."""
+        """Send a request and yield its stream. Raises TargetError if the request fails."""
         raise NotImplementedError
 
     async def aclose(self) -> None:
-        """Close all connections and the requests on them."""
+        """Close all connections. This ends the requests on them."""
 
 
 def exactly(tokens: int) -> SamplingParams:
-    """Greedy sampling of an exact number of tokens."""
+    """Return parameters for greedy sampling of exactly `tokens` tokens."""
     return SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
 
 
 class HttpTarget(Target):
-    """An OpenAI-compatible server. Must be created inside a running loop. `tls` is what aiohttp
-    takes."""
+    """An OpenAI-compatible server. Must be created inside a running loop. `tls` is the parameter
+    `ssl` of aiohttp."""
 
     kind = "http"
 
@@ -122,7 +129,7 @@ class HttpTarget(Target):
             raise BenchError(f"--url {url!r} is not like http://127.0.0.1:8000")
         super().__init__(url.rstrip("/").removesuffix("/v1"))
         self._session = aiohttp.ClientSession(
-            # A limit on connections would turn the open loop into a closed one.
+            # No limit on connections: it would turn the open loop into a closed one.
             connector=aiohttp.TCPConnector(limit=0, ssl=tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             headers={"Content-Type": "application/json", **dict(rpc.authorization(api_key))},
@@ -145,15 +152,23 @@ class HttpTarget(Target):
         return [ServedModel(*values) for values in found]
 
     def prepare(
-        self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
+        self,
+        model: ServedModel,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        session: str = "",
     ) -> Request:
         body = completion_body(model.name, prompt, sampling)
+        if session:
+            body["return_token_ids"] = True  # the next turn's prompt has the answer in it
         encoded = json.dumps(body, separators=(",", ":")).encode()
-        return Request(request_id, model.name, encoded)
+        return Request(request_id, model.name, encoded, session=session)
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         try:
-            headers = {"X-Request-Id": request.request_id} if request.request_id else {}
+            headers = {"X-Request-Id": request.request_id, "X-Session-Id": request.session}
+            headers = {name: value for name, value in headers.items() if value}
             url = self.address + request.path
             async with self._session.post(url, data=request.body, headers=headers) as response:
                 if response.status != 200:
@@ -169,7 +184,7 @@ class HttpTarget(Target):
 
 
 def completion_body(model: str, prompt: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
-    """Return the body of a streaming `/v1/completions`."""
+    """Return the body of a streaming request to `/v1/completions`."""
     return {
         "model": model,
         "prompt": list(prompt),
@@ -185,8 +200,8 @@ def completion_body(model: str, prompt: Sequence[int], sampling: SamplingParams)
 
 
 async def read_stream(blocks: AsyncIterator[bytes]) -> AsyncIterator[Piece]:
-    """Parse server-sent events. Raises TargetError for an error in the stream, and if the stream
-    ends before `[DONE]`."""
+    """Parse server-sent events. Raises TargetError for an error event, and if the stream ends
+    before `[DONE]`."""
     tail, counted = b"", 0
     async for block in blocks:
         *lines, tail = (tail + block).split(b"\n")
@@ -209,7 +224,8 @@ async def read_stream(blocks: AsyncIterator[bytes]) -> AsyncIterator[Piece]:
 
 
 def _pieces(event: Mapping[str, Any], counted: int) -> list[Piece]:
-    """Split one event by choice. `counted` is the last running usage, if the server sends one."""
+    """Split one event by choice. `counted` is the last running token count, if the server sends
+    one."""
     usage, tokens = event.get("usage"), None
     if usage:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -232,7 +248,8 @@ def _pieces(event: Mapping[str, Any], counted: int) -> list[Piece]:
 
 
 def _refusal(what: str, raw: bytes) -> TargetError:
-    """Make an error of an OpenAI error object, or of whatever is there instead."""
+    """Return the error in an OpenAI error object. If `raw` is something else, its text is the
+    message."""
     text, code = raw.decode(errors="replace").strip(), ""
     try:
         error = json.loads(raw)["error"]
@@ -245,8 +262,8 @@ def _refusal(what: str, raw: bytes) -> TargetError:
 class GrpcTarget(Target):
     """pdserve's `Generation` service. Must be created inside a running loop.
 
-    With several addresses, separated by commas, an answer whose router is lost continues at the
-    next one.
+    With several addresses, separated by commas, an answer continues at the next router if its
+    router is lost.
     """
 
     kind = "grpc"
@@ -284,7 +301,7 @@ def piece_of(delta: Delta | AnswerDelta) -> Piece:
     receipt, usage = None, delta.usage
     if delta.receipt is not None:
         receipt = asdict(delta.receipt)
-        receipt["fallbacks"] = list(receipt["fallbacks"])  # as JSON has it
+        receipt["fallbacks"] = list(receipt["fallbacks"])  # equal to a receipt read from JSON
     return Piece(
         index=delta.index,
         tokens=len(delta.token_ids),

@@ -38,7 +38,9 @@ from benchmarks.report.page import render_page
 from benchmarks.report.tables import print_table, render_compare, render_replay
 from benchmarks.simulate import Costs, Planner, Setup, drawn_trace
 from benchmarks.simulate import simulate as run_simulation
-from benchmarks.traces import Shape, load_trace
+from benchmarks.soak.run import SoakSettings, print_result, run_soak
+from benchmarks.traces import load_trace
+from benchmarks.workload import Shape
 from pdserve.cli.options import (
     DEFAULT_URL,
     api_key_from,
@@ -47,7 +49,7 @@ from pdserve.cli.options import (
     http_tls_from,
 )
 from pdserve.config import load_config, to_mapping
-from pdserve.local.gpus import is_cpu_build
+from pdserve.process.gpus import is_cpu_build
 
 if TYPE_CHECKING:
     import argparse
@@ -62,7 +64,7 @@ T = TypeVar("T")
 
 
 def _settings(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
-    """Fill a dataclass with the options of the same names, and with `more`."""
+    """Return a dataclass filled with the options of the same names, and with `more`."""
     given = {x.name: getattr(args, x.name) for x in fields(kind) if hasattr(args, x.name)}  # type: ignore[arg-type]
     return kind(**(given | more))
 
@@ -78,7 +80,7 @@ def run_async(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _each(results: AsyncIterator[T], use: Callable[[T], None]) -> bool:
-    """Use results as they come. Return True if Ctrl-C came before the end."""
+    """Call `use` with each result as it arrives. Return True if Ctrl-C interrupted this."""
 
     async def work() -> None:
         async with aclosing(results):  # type: ignore[type-var]
@@ -216,19 +218,20 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
         probes=args.sweep or 0,
         slo_s=slo_s,
         baseline=baseline,
-        # An endpoint is measured over HTTP, so all must be.
+        # Endpoints are measured over HTTP. If there is one, all variants must be, to be comparable.
         api="http" if any(variant.url for variant in variants) else "grpc",
         differ=tuple(x for x in args.differ.split(",") if x),
     )
     slo: dict[str, object] = {f"router.slo.{name}_s": x for name, x in slo_s.items()}
-    # Without limits no request is refused for being late.
+    # Without SLOs, turn off the rejection of requests with a predicted latency above the default.
     slo["router.slo.reject_factor"] = 1.0 if slo else 0.0
     common = slo | changes_from(args)
     engine = load_config(args.config, common).worker.engine
     local = sum(not variant.url for variant in variants)
     kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20
     if kv_cache_bytes is None and local > 1 and engine == "vllm" and is_cpu_build():
-        # Each would take its part of the whole machine, and all of them run all the time.
+        # By default each engine takes a share of the whole machine's memory, but the engines of all
+        # variants run at the same time.
         kv_cache_bytes = psutil.virtual_memory().total // 4 // local
     cores = share_cores(variants, len(os.sched_getaffinity(0)))
 
@@ -278,6 +281,22 @@ def chaos(args: argparse.Namespace) -> int:
     if is_interrupted:
         return INTERRUPTED
     return OK if passed else FAILED
+
+
+# -- soak
+
+
+def soak(args: argparse.Namespace) -> int:
+    settings = _settings(SoakSettings, args, changes=tuple(changes_from(args).items()))
+    directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-soak-"))
+    with Progress() as progress:
+        progress.say(f"logs are in {directory}")
+        result = run_async(run_soak(settings, directory, progress))
+    if args.json:
+        _print_json(result.to_json())
+    else:
+        print_result(result)
+    return OK if result.passed else FAILED
 
 
 # -- simulate and plan

@@ -1,4 +1,4 @@
-"""Errors of the benchmarks, with messages for the person at the terminal, and exit statuses."""
+"""Errors of the benchmarks, with messages for the user, and exit statuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class BenchError(Exception):
-    """The benchmark cannot run as asked: a wrong option, trace, endpoint or result file."""
+    """The benchmark cannot run because of a wrong option, trace, endpoint or result file."""
 
 
 class WarmupFailed(BenchError):
@@ -14,7 +14,7 @@ class WarmupFailed(BenchError):
 
 
 class TargetError(Exception):
-    """One request failed. `code` is the service's name for the error, "" if it gave none."""
+    """One request failed. `code` is the service's error code, or "" without one."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""What is recorded of a request, and latency, throughput and goodput computed from it.
+"""Records of requests, and latency, throughput and goodput computed from them.
 
 ====  ==========================================================================================
 ttft  first token - sent
@@ -6,12 +6,12 @@ tpot  (last token - first token) / (tokens - 1); only for answers of 2 tokens or
 tt2t  second token - first token: the cost of the hand-off, which TPOT averages away
 e2e   last token - sent
 itl   gaps between chunks of a stream, all good requests pooled
-lag   sent - scheduled: the lateness of the client, which spoils a run
+lag   sent - scheduled: the lateness of the client, which makes a run invalid
 ====  ==========================================================================================
 
-A request that did not end well counts as infinitely slow, so that failing fast does not look fast.
-Times are seconds since the start of the run on a monotonic clock, rounded to microseconds, so that
-a record does not change when it is written and read.
+A failed request counts as infinitely slow, so that failing fast does not look fast. Times are
+seconds since the start of the run on a monotonic clock. They are rounded to microseconds, so that a
+record does not change when it is written and read.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ LAG_SHARE_OF_TTFT: Final = 0.05
 PHASES: Final = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s")
 TOTALS: Final = ("transfer_bytes", "transfer_blocks", "cached_tokens")
 WORKERS: Final = ("prefill_worker", "decode_worker")
+# Ranges of turns: 1, 2, 3-4, 5-8 and so on.
+TURN_RANGES: Final = ("1", "2", *(f"{2**k + 1}-{2 ** (k + 1)}" for k in range(1, 12)))
 NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestRecord:
-    """The timeline of one request; until it ends it is `timed_out`.
+class RequestTimeline:
+    """The timeline of one request. Its status is `timed_out` until it ends.
 
-    `index` is its row in the trace, `scheduled_s` the time it was due. `chunk_s` holds the arrival
-    of each piece of the stream that brought tokens, `chunk_tokens` how many each brought (None if
-    the endpoint does not tell). `input_tokens` and `output_tokens` were requested; the counts the
-    endpoint reported may be None. `receipt` is the server's report on the phases.
+    `session`: id of the session that it is turn number `turn` of, from 1; "" for none.
+    `kept_tokens`: tokens at the start of its prompt that the turn before had in prompt or answer.
+    `index`: row in the trace. `scheduled_s`: time at which it was due. `chunk_s`: arrival of each
+    chunk with tokens. `chunk_tokens`: number of tokens in each chunk, None if the endpoint does not
+    report it. `input_tokens` and `output_tokens` are the requested numbers; the endpoint's own
+    counts may be None. `receipt`: the server's report on the phases.
     """
 
     index: int
@@ -64,13 +68,17 @@ class RequestRecord:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     receipt: Mapping[str, Any] | None = None
+    session: str = ""
+    turn: int = 1
+    kept_tokens: int = 0
 
     def add(self, piece: Piece, at_s: float) -> None:
-        """Note a piece of the stream at its arrival."""
+        """Record a chunk of the stream at its arrival."""
         for name, count in (piece.usage or {}).items():
             setattr(self, name, count)
         self.receipt = piece.receipt or self.receipt
-        # Some servers send the finish reason after the last token, in a piece without text.
+        # Some servers send the finish reason after the last token, in a chunk without text. It has
+        # no tokens, so it is not recorded.
         if piece.tokens or (piece.tokens is None and piece.text):
             self.chunk_s.append(round(at_s, 6))
             if piece.tokens is None:
@@ -101,22 +109,23 @@ class RequestRecord:
         self.end_s, self.status, self.error = round(at_s, 6), "failed", error
 
 
-def _tpot(record: RequestRecord) -> float | None:
+def _tpot(record: RequestTimeline) -> float | None:
     tokens = record.completion_tokens
     if tokens is None or tokens < 2:
         return None
     return (record.chunk_s[-1] - record.chunk_s[0]) / (tokens - 1)
 
 
-def _tt2t(record: RequestRecord) -> float | None:
-    """0 if one chunk brought both tokens, None if chunks do not tell what they hold."""
+def _tt2t(record: RequestTimeline) -> float | None:
+    """Return the time from the first to the second token: 0 if one chunk has both, None if the
+    token counts of chunks are unknown."""
     if record.chunk_tokens is None or sum(record.chunk_tokens) < 2:
         return None
     return record.chunk_s[0 if record.chunk_tokens[0] > 1 else 1] - record.chunk_s[0]
 
 
-# Metrics with one value a request that ended well, in seconds. These can carry an SLO.
-PER_REQUEST: Final[Mapping[str, Callable[[RequestRecord], float | None]]] = {
+# Metrics with one value per successful request, in seconds. Only these can have an SLO.
+PER_REQUEST: Final[Mapping[str, Callable[[RequestTimeline], float | None]]] = {
     "ttft": lambda record: record.chunk_s[0] - (record.sent_s or 0.0),
     "tpot": _tpot,
     "tt2t": _tt2t,
@@ -126,8 +135,9 @@ PER_REQUEST: Final[Mapping[str, Callable[[RequestRecord], float | None]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloSummary:
-    """`attainment` is the share of all scheduled requests that met every limit, `goodput_per_s`
-    their number over the window, and `tokens_per_s` that of their output tokens."""
+    """SLO results. `attainment`: share of all scheduled requests that met every limit.
+    `goodput_per_s` and `tokens_per_s`: number of these requests, and of their output tokens, per
+    second of the window."""
 
     limits_s: Mapping[str, float]
     attainment: float
@@ -137,8 +147,8 @@ class SloSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptSummary:
-    """The servers' own reports. Phases in seconds; `counts` by field of the receipt: of requests by
-    worker, and of fallbacks."""
+    """Summary of the servers' receipts. Phases are in seconds. `counts`, by field of the receipt:
+    requests by worker, and fallbacks by reason."""
 
     receipts: int
     transferred: int
@@ -148,12 +158,32 @@ class ReceiptSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """The figures of a run. Times in seconds, rates per second.
+class SessionSummary:
+    """Figures of sessions.
 
-    `window_s` runs from the first due time to the last token. `latency` holds None for a metric
-    that no request defines. `itl_caution` says why gaps between chunks are not gaps between tokens,
-    `degraded` why the client's own lateness spoils the run.
+    `time`: from the first request to the last token, in seconds; `waited`: the part of it in which
+    a turn had no complete answer, so without pauses. A session with a failed turn counts as
+    infinitely long. `ttft`: by range of turns. `hit_rate`: cached share of the prompts.
+    `recomputed_tokens`: tokens of prompts that were computed although the turn before had them in
+    its prompt or its answer. The last two are None if the endpoint does not report cached tokens.
+    """
+
+    sessions: int
+    turns: int
+    time: Distribution | None
+    waited: Distribution | None
+    ttft: Mapping[str, Distribution]
+    hit_rate: float | None
+    recomputed_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The figures of a run. Times are in seconds, rates per second.
+
+    `window_s`: time from the first due time to the last token. `latency`: None for a metric that no
+    request defines. `itl_caution`: why gaps between chunks are not gaps between tokens. `degraded`:
+    why the client's lateness makes the run invalid.
     """
 
     requests: int
@@ -173,12 +203,13 @@ class Summary:
     slo: SloSummary | None
     errors: Mapping[str, int]
     receipts: ReceiptSummary | None
+    sessions: SessionSummary | None
 
 
 def summarise(
-    records: Sequence[RequestRecord], slo_s: Mapping[str, float] | None = None
+    records: Sequence[RequestTimeline], slo_s: Mapping[str, float] | None = None
 ) -> Summary:
-    """Sum up records. `slo_s` limits some of PER_REQUEST."""
+    """Return the summary of records. `slo_s`: limits for metrics of PER_REQUEST."""
     good = [record for record in records if record.status == "ok"]
     bad = [record for record in records if record.status != "ok"]
     due = [record.scheduled_s for record in records] or [0.0]
@@ -216,14 +247,15 @@ def summarise(
         slo=slo,
         errors=dict(Counter(record.error or "" for record in bad)),
         receipts=_receipts([record.receipt for record in good if record.receipt]),
+        sessions=_sessions([record for record in records if record.session]),
     )
 
 
-def _meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
-    """Return True if a request that ended well met every limit.
+def _meets(record: RequestTimeline, slo_s: Mapping[str, float]) -> bool:
+    """Return True if a successful request met every limit.
 
-    An answer of one token meets a limit on later tokens. An endpoint whose chunks do not tell when
-    tokens came misses it.
+    An answer of one token meets every limit on later tokens. If the token counts of chunks are
+    unknown, a limit on later tokens counts as missed.
     """
     for name, limit_s in slo_s.items():
         value = PER_REQUEST[name](record)
@@ -234,22 +266,22 @@ def _meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
 
 
 def receipt_number(receipt: Mapping[str, Any] | None, name: str) -> float:
-    """Return a number of a receipt, 0 if it lacks it."""
+    """Return a number from a receipt, or 0 if it is missing."""
     return float((receipt or {}).get(name) or 0)
 
 
-def values_of(records: Iterable[RequestRecord], name: str) -> list[float]:
-    """Return the values of a metric in PER_REQUEST, of those good records that define it."""
+def values_of(records: Iterable[RequestTimeline], name: str) -> list[float]:
+    """Return the values of a metric of PER_REQUEST for the records that define it."""
     metric = PER_REQUEST[name]
     return [value for record in records if (value := metric(record)) is not None]
 
 
-def timed_gaps(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
+def timed_gaps(records: Iterable[RequestTimeline]) -> list[tuple[float, float]]:
     """Return (end, length) of every gap between chunks, in seconds."""
     return [(end, end - begun) for record in records for begun, end in pairwise(record.chunk_s)]
 
 
-def _itl_caution(good: Sequence[RequestRecord]) -> str | None:
+def _itl_caution(good: Sequence[RequestTimeline]) -> str | None:
     if unknown := sum(record.chunk_tokens is None for record in good):
         return f"chunks of {unknown} requests do not tell how many tokens they hold"
     several = sum(max(record.chunk_tokens or (1,)) > 1 for record in good)
@@ -283,4 +315,39 @@ def _receipts(receipts: Sequence[Mapping[str, Any]]) -> ReceiptSummary | None:
         phases={name: found for name, found in phases.items() if found is not None},
         totals={name: int(sum(receipt_number(x, name) for x in receipts)) for name in TOTALS},
         counts={name: dict(sorted(found.items())) for name, found in counts.items()},
+    )
+
+
+def _sessions(turns: Sequence[RequestTimeline]) -> SessionSummary | None:
+    if not turns:
+        return None
+    by_session: dict[str, list[RequestTimeline]] = {}
+    ttft: list[list[float]] = [[] for _ in TURN_RANGES]
+    for turn in sorted(turns, key=lambda x: x.turn):
+        by_session.setdefault(turn.session, []).append(turn)
+        values = ttft[min((turn.turn - 1).bit_length(), len(ttft) - 1)]
+        values += values_of([turn], "ttft") if turn.status == "ok" else [math.inf]
+    time_s, waited_s = [], []
+    for own in by_session.values():
+        is_ok = all(turn.status == "ok" for turn in own)
+        first_s = own[0].sent_s or 0.0
+        time_s.append(own[-1].chunk_s[-1] - first_s if is_ok else math.inf)
+        waited_s.append(sum(values_of(own, "e2e")) if is_ok else math.inf)
+    counted = [
+        (turn.prompt_tokens or turn.input_tokens, turn.kept_tokens, turn.cached_tokens)
+        for turn in turns
+        if turn.cached_tokens is not None and turn.status == "ok"
+    ]
+    prompts = sum(prompt for prompt, _, _ in counted)
+    found = {name: distribution(values) for name, values in zip(TURN_RANGES, ttft, strict=True)}
+    return SessionSummary(
+        sessions=len(by_session),
+        turns=len(turns),
+        time=distribution(time_s),
+        waited=distribution(waited_s),
+        ttft={name: x for name, x in found.items() if x is not None},
+        hit_rate=sum(cached for _, _, cached in counted) / prompts if prompts else None,
+        recomputed_tokens=sum(max(0, kept - cached) for _, kept, cached in counted)
+        if prompts
+        else None,
     )

@@ -1,4 +1,4 @@
-"""Progress on standard error: one changing line on a terminal, else a line every ten seconds."""
+"""Progress on standard error: a status line on a terminal, or else a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EVERY_S: Final = 10.0
 
 
 class Progress:
-    """What a benchmark does now: a step, and how many requests of its replay have ended."""
+    """Shows the current step of a benchmark, and how many requests of its replay have ended."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        # Drawing holds the interpreter lock; drawn more often it would delay requests.
+        # Drawing holds the GIL, so a higher refresh rate would delay requests.
         self._spinner = self._console.status("", refresh_per_second=4)
         self._step = ""
         self._said: set[str] = set()
@@ -31,7 +31,7 @@ class Progress:
         self._spinner.stop()
 
     def say(self, text: str, *, once: bool = False) -> None:
-        """Print a line that stays; with `once` unless it was printed before."""
+        """Print a permanent line. With `once`, skip it if it was printed before."""
         if not (once and text in self._said):
             self._said.add(text)
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -41,7 +41,7 @@ class Progress:
         self.requests(0)
 
     def requests(self, count: int) -> None:
-        """A replay of so many requests begins."""
+        """Start the progress of a replay with `count` requests."""
         self._total, self._ended, self._failed = count, 0, 0
         self._show()
 

@@ -1,8 +1,9 @@
 """Replay a trace against one endpoint.
 
-Each request is sent when it is due, however late earlier answers are (open loop). A closed loop
-would hide every stall, because the requests that fall into it are never sent (coordinated
-omission).
+Each request is sent when it is due, even if earlier answers are late (open loop). A closed loop
+would hide stalls, because requests that are due during a stall are not sent (coordinated omission).
+The turns of a session are the exception: an agent sends the next one when it has the answer and its
+tool has run. Its prompt has the answer in it.
 """
 
 from __future__ import annotations
@@ -18,42 +19,36 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import psutil
 
 from benchmarks.client import exactly
 from benchmarks.errors import BenchError, TargetError, WarmupFailed
-from benchmarks.metrics import RequestRecord, Summary, summarise
-from benchmarks.traces import (
-    PromptMaker,
-    Shape,
-    due_times_s,
-    load_trace,
-    shape_workload,
-    speedup_for,
-)
+from benchmarks.metrics import RequestTimeline, Summary, summarise
+from benchmarks.traces import load_trace
+from benchmarks.workload import PromptMaker, Shape, due_times_s, shape_workload, speedup_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benchmarks.client import Request, Target
+    from benchmarks.client import Request, ServedModel, Target
     from benchmarks.progress import Progress
     from benchmarks.traces import Trace, TraceRequest
 
 SCHEMA: Final = "pdserve.bench.replay/2"
-_Planned: TypeAlias = "tuple[RequestRecord, Request]"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """What is sent and when.
+    """Settings of a replay.
 
-    `rate_per_s`, if given, sets `speedup` to reach that many requests a second on average. `model`
-    and `vocab_size` are needed if the endpoint does not tell them. `warmup` requests are sent one
-    by one before the clock starts.
+    `rate_per_s`: if given, `speedup` is set to reach this mean rate, by the times in the trace. The
+    pauses of sessions are divided by `speedup`, too. `model` and `vocab_size` are
+    required if the endpoint does not report them. `warmup`: requests that are sent one at a time
+    before the clock starts.
     """
 
     trace: str
@@ -70,7 +65,8 @@ class ReplaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """One replay. All figures follow from `records`; the warm-up is not in them."""
+    """The result of one replay. All figures are computed from `records`, which exclude the
+    warm-up."""
 
     created: str
     trace: Mapping[str, Any]
@@ -79,13 +75,13 @@ class ReplayResult:
     settings: Mapping[str, Any]
     slo_s: Mapping[str, float] = field(default_factory=dict)
     host: Mapping[str, Any]
-    records: tuple[RequestRecord, ...]
+    records: tuple[RequestTimeline, ...]
 
     def summary(self) -> Summary:
         return summarise(self.records, self.slo_s)
 
     def to_json(self, *, with_records: bool = True) -> dict[str, Any]:
-        """Return the settings, the summary and, if asked for, the timelines."""
+        """Return the settings, the summary and, with `with_records`, the timelines."""
         kept = self if with_records else replace(self, records=())
         return {"schema": SCHEMA, **jsonable(kept), "summary": jsonable(self.summary())}
 
@@ -98,8 +94,8 @@ async def run_replay(
     trace: Trace | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ReplayResult:
-    """Replay a trace. `trace` is the one named in the settings if it is already loaded. `clock`
-    counts seconds from anywhere.
+    """Replay a trace. `trace`: the trace named in the settings, if it is already loaded. `clock`
+    returns seconds from an arbitrary start.
 
     Raises BenchError for settings that do not fit the trace or the endpoint, and WarmupFailed.
     Failures after the warm-up are in the result.
@@ -109,7 +105,7 @@ async def run_replay(
     vocab_size = settings.vocab_size or model.vocab_size
     if vocab_size is None:
         raise BenchError(
-            f"{target.address} does not tell the vocabulary size of {model.name}; give it with "
+            f"{target.address} does not report the vocabulary size of {model.name}; give it with "
             "--vocab-size (vocab_size in the model's config.json)"
         )
     limits = [settings.shape.max_total_tokens, model.max_model_len]
@@ -124,36 +120,37 @@ async def run_replay(
     progress.say(str(workload.cut), once=True)
     maker = PromptMaker(trace.digest(), settings.seed, vocab_size, workload.cut.block_size)
 
-    def planned(name: str, index: int, row: TraceRequest, at_s: float) -> _Planned:
-        record = RequestRecord(
-            index=index,
-            request_id=f"bench-{settings.seed}-{name}",
-            input_tokens=row.input_tokens,
-            output_tokens=row.output_tokens,
-            scheduled_s=round(at_s, 6),
-        )
-        prompt, sampling = maker.tokens(name, row), exactly(row.output_tokens)
-        return record, target.prepare(model, record.request_id, prompt, sampling)
-
+    requests = _Requests(target, model, maker, settings)
     measured = [
-        planned(str(index), index, row, at_s / settings.speedup)
+        requests.turn(str(index), index, row, at_s / settings.speedup)
         for (index, row), at_s in zip(workload.rows, due_s, strict=True)
     ]
+    sessions: dict[object, list[_Turn]] = {}
+    for turn in measured:
+        own = sessions.setdefault(turn.row.session or turn.record.index, [])
+        own.append(turn)
+        turn.record.turn = len(own)
+    # The later turns are made during their session, as they need the answers before them.
+    for own in sessions.values():
+        requests.make(own[0])
     for number, (index, row) in enumerate(workload.rows[: settings.warmup], start=1):
-        # It shares no prefix with the others.
-        record, request = planned(f"warmup-{index}", index, replace(row, hash_ids=None), 0.0)
+        # Without block ids and session, a warm-up prompt shares no prefix with other requests.
+        alone = replace(row, hash_ids=None, session="", kept_tokens=0)
+        turn = requests.turn(f"warmup-{index}", index, alone, 0.0)
+        requests.make(turn)
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_timeout_s):
-                await _follow(target, request, record, _from_now(clock))
-        if record.status != "ok":
-            raise WarmupFailed(f"warm-up request {number} failed: {record.error}")
+                await _follow(target, turn, _from_now(clock))
+        if turn.record.status != "ok":
+            raise WarmupFailed(f"warm-up request {number} failed: {turn.record.error}")
     created = datetime.now(UTC).isoformat(timespec="seconds")
     progress.requests(len(measured))
-    # The bodies live as long as the run: the collector need not look at them meanwhile.
+    # Exempt the encoded requests, which live as long as the run, from garbage collection, so that
+    # its pauses are short.
     gc.collect()
     gc.freeze()
     try:
-        await _send_all(settings, target, measured, _from_now(clock), progress)
+        await _Sender(requests, _from_now(clock), progress).send_all(list(sessions.values()))
     finally:
         gc.unfreeze()
     values = asdict(settings)
@@ -166,7 +163,7 @@ async def run_replay(
         slo_s=values.pop("slo_s"),
         settings=values | shape,
         host=host_facts(),
-        records=tuple(record for record, _ in measured),
+        records=tuple(turn.record for turn in measured),
     )
 
 
@@ -175,58 +172,132 @@ def _from_now(clock: Callable[[], float]) -> Callable[[], float]:
     return lambda: clock() - start_s
 
 
-async def _follow(
-    target: Target, request: Request, record: RequestRecord, now: Callable[[], float]
-) -> None:
-    """Send one request and record its answer. A failure is recorded too."""
+@dataclass(slots=True)
+class _Turn:
+    """A request to send; alone, or a turn of a session. `prompt` is kept for the next turn."""
+
+    name: str
+    record: RequestTimeline
+    row: TraceRequest
+    prompt: Sequence[int] = ()
+    request: Request | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    """Makes the requests of a replay."""
+
+    target: Target
+    model: ServedModel
+    maker: PromptMaker
+    settings: ReplaySettings
+
+    def turn(self, name: str, index: int, row: TraceRequest, at_s: float) -> _Turn:
+        prefix = f"bench-{self.settings.seed}-"
+        record = RequestTimeline(
+            index=index,
+            request_id=prefix + name,
+            input_tokens=row.input_tokens,
+            output_tokens=row.output_tokens,
+            scheduled_s=round(at_s, 6),
+            session=row.session and prefix + row.session,
+        )
+        return _Turn(name, record, row)
+
+    def make(self, turn: _Turn, history: Sequence[int] = ()) -> None:
+        """Add the prompt and the request. `history`: prompt and answer of the turn before."""
+        record, row = turn.record, turn.row
+        prompt = self.maker.tokens(turn.name, row, history)
+        record.kept_tokens = min(row.kept_tokens, len(history))
+        sampling = exactly(row.output_tokens)
+        turn.request = self.target.prepare(
+            self.model, record.request_id, prompt, sampling, record.session
+        )
+        if row.session:
+            turn.prompt = prompt
+
+
+async def _follow(target: Target, turn: _Turn, now: Callable[[], float]) -> list[int]:
+    """Send one request and record its answer or failure. Return the answer's token ids, as far as
+    the endpoint reports them."""
+    record, answer = turn.record, list[int]()
+    assert turn.request is not None
     record.sent_s = round(now(), 6)
     try:
-        async for piece in target.stream(request):
+        async for piece in target.stream(turn.request):
             record.add(piece, now())
+            answer += piece.token_ids
         record.complete(now())
     except TargetError as error:
         record.fail(str(error), now())
+    turn.request = None
+    return answer
 
 
-async def _send_all(
-    settings: ReplaySettings,
-    target: Target,
-    plan: Sequence[_Planned],
-    now: Callable[[], float],
-    progress: Progress,
-) -> None:
-    """Send all requests and wait for the answers.
+class _Sender:
+    """Sends the requests of a replay. State: when the last one so far was due."""
 
-    Requests that have not ended `drain_timeout_s` after the last one was due are cancelled.
-    """
+    def __init__(self, requests: _Requests, now: Callable[[], float], progress: Progress) -> None:
+        self._requests = requests
+        self._now = now
+        self._progress = progress
+        self._last_due_s = 0.0
 
-    async def send(record: RequestRecord, request: Request) -> None:
-        await _follow(target, request, record, now)
-        progress.ended(is_ok=record.status == "ok")
+    async def send_all(self, sessions: Sequence[Sequence[_Turn]]) -> None:
+        """Send all sessions, in the order of their first turns, and wait for the answers.
 
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        for record, request in plan:
-            await asyncio.sleep(0)
-            while (left_s := record.scheduled_s - now()) > 0:  # noqa: ASYNC110 - time is the event
-                await asyncio.sleep(left_s)  # again if the timer fires early
-            tasks.append(group.create_task(send(record, request)))
-        left_s = plan[-1][0].scheduled_s + settings.drain_timeout_s - now()
-        await asyncio.wait(tasks, timeout=max(0.0, left_s))
-        for task in tasks:
-            task.cancel()
+        Cancel what has not ended `drain_timeout_s` after the last request was due.
+        """
+        drain_s = self._requests.settings.drain_timeout_s
+        async with asyncio.TaskGroup() as group:
+            tasks = set()
+            for turns in sessions:
+                await asyncio.sleep(0)
+                await self._wait(turns[0].record)
+                tasks.add(group.create_task(self._send(turns)))
+            while tasks and (left_s := self._last_due_s + drain_s - self._now()) > 0:
+                # With sessions, more requests become due in the meantime.
+                _, tasks = await asyncio.wait(tasks, timeout=left_s)
+            for task in tasks:
+                task.cancel()
+
+    async def _send(self, turns: Sequence[_Turn]) -> None:
+        before: RequestTimeline | None = None
+        history: list[int] = []
+        for turn in turns:
+            record = turn.record
+            if before is not None:
+                pause_s = turn.row.pause_s / self._requests.settings.speedup
+                record.scheduled_s = round((before.end_s or 0.0) + pause_s, 6)
+                self._requests.make(turn, history)
+                await self._wait(record)
+            answer = await _follow(self._requests.target, turn, self._now)
+            self._progress.ended(is_ok=record.status == "ok")
+            if record.status != "ok":
+                for later in turns[record.turn :]:
+                    later.record.fail(f"turn {record.turn} of the session failed", self._now())
+                    self._progress.ended(is_ok=False)
+                return
+            history = [*turn.prompt, *answer]
+            turn.prompt, before = (), record
+
+    async def _wait(self, record: RequestTimeline) -> None:
+        """Return when the request is due."""
+        self._last_due_s = max(self._last_due_s, record.scheduled_s)
+        while (left_s := record.scheduled_s - self._now()) > 0:  # noqa: ASYNC110 - time is the event
+            await asyncio.sleep(left_s)  # again if the timer fires early
 
 
 # -- results as files
 
 
 def jsonable(value: object) -> Any:
-    """Convert to what JSON holds: dataclasses to objects, infinities to null."""
+    """Convert a value to JSON types: dataclasses become objects, infinities null."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))
 
 
 def parse(whole: object, kind: type[T]) -> T:
-    """Undo `jsonable`. Raises BenchError."""
+    """Convert the result of `jsonable` back to `kind`. Raises BenchError."""
     try:
         return msgspec.convert(whole, kind)
     except msgspec.ValidationError as error:
@@ -234,7 +305,7 @@ def parse(whole: object, kind: type[T]) -> T:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file; a reader sees the whole file or none. Raises BenchError."""
+    """Write a file atomically. Raises BenchError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -244,7 +315,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Raises BenchError if the file cannot be read or is not JSON."""
+    """Return the content of a JSON file. Raises BenchError if it cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -254,7 +325,7 @@ def read_json(path: Path) -> Any:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return what matters of this machine, and nothing that names it."""
+    """Return the facts about this machine that affect speed, but nothing that identifies it."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {

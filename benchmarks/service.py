@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts: any command, and a whole service by `pdserve up`."""
+"""Processes that a benchmark starts: single commands, and whole services with `pdserve up`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import psutil
 import yaml
 
 from benchmarks.errors import BenchError
-from pdserve import rpc, wire
+from pdserve import wire
+from pdserve.net import rpc
+from pdserve.security.local import admin_key
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 
@@ -33,14 +35,15 @@ STOP_TIMEOUT_S: Final = 60.0
 RPC_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.05
 _TAIL_LINES: Final = 12
-# The kernel sends the child SIGTERM when we end in whatever way; exec keeps that setting.
+# prctl(PR_SET_PDEATHSIG, SIGTERM): the kernel terminates the child when this process ends, even if
+# it is killed. exec keeps this setting.
 _EXEC: Final = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
 
-class Child:
-    """One process in a session of its own. Its output goes to a file."""
+class LoggedProcess:
+    """A process in its own session. Its output is written to a file."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
@@ -53,11 +56,11 @@ class Child:
         is_ready: Callable[[], Awaitable[bool]],
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `command`, with `env` added to our environment, and wait until it is ready. Raises
-        BenchError with the end of its log if it is not."""
+        """Start `command` with `env` added to our environment, and wait until it is ready. If it
+        does not become ready, raise BenchError with the end of its log."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
-            # Not by the event loop: gRPC's threads object to its fork.
+            # Not with asyncio, because its fork conflicts with gRPC's threads.
             self._process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-c", _EXEC, *command],
                 stdin=subprocess.DEVNULL,
@@ -77,7 +80,7 @@ class Child:
             raise BenchError(f"{problem}:\n{self._tail()}") from None
 
     async def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
-        """End it; kill it with its children if it does not end in time. Idempotent."""
+        """End the process. Kill it with its children if it does not end in time. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -88,7 +91,7 @@ class Child:
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
         finally:
-            if process.poll() is None:  # too late, or we were cancelled
+            if process.poll() is None:  # the timeout has passed, or this task was cancelled
                 for each in with_children([process.pid]):
                     with suppress(psutil.NoSuchProcess):
                         each.kill()
@@ -100,7 +103,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Raises BenchError if the process has ended."""
+        """The process id. Raises BenchError if the process has ended."""
         if self._process is None or not self.is_alive:
             raise BenchError(f"{self.name} ended:\n{self._tail()}")
         return self._process.pid
@@ -111,10 +114,10 @@ class Child:
         return "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
 
 
-class Service:
-    """One `pdserve up`; its files are in `directory`.
+class LocalService:
+    """A service started with `pdserve up`. Its files are in `directory`.
 
-    `ready` is the content of the ready file, empty while the service does not run. `environment` is
+    `ready`: content of the ready file, empty while the service is not running. `environment` is
     added to ours.
     """
 
@@ -133,12 +136,12 @@ class Service:
         self._ready_path = directory / "ready.json"
         up = {**config["up"], "ready_file": str(self._ready_path), "run_dir": str(directory)}
         self._config = {**config, "up": up}
-        self._child = Child(name, directory / "up.log")
+        self._child = LoggedProcess(name, directory / "up.log")
         self._channels = AsyncExitStack()
         self._registries: list[RegistryAsyncStub] = []
 
     async def start(self) -> None:
-        """Return when the service is ready. Raises BenchError."""
+        """Start the service and wait until it is ready. Raises BenchError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         config_path = self.directory / "up.yaml"
         config_path.write_text(yaml.safe_dump(self._config, sort_keys=False), encoding="utf-8")
@@ -154,22 +157,28 @@ class Service:
             channel = await self._channels.enter_async_context(rpc.open_channel(router["grpc"]))
             self._registries.append(RegistryStub(channel))
 
+    @property
+    def operator(self) -> rpc.Dialer:
+        """A dialer with the administrator's key that `pdserve up` created."""
+        return rpc.Dialer(token=admin_key(self.directory))
+
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop the service. Idempotent."""
         self.ready = {}
         await self._channels.aclose()
         await self._child.stop(signal.SIGINT)
 
     async def listed(self, router: int = 0) -> w.ListWorkersResponse:
-        """Return what a router says of its workers. Raises BenchError."""
+        """Return a router's list of workers. Raises BenchError."""
         try:
-            registry = self._registries[router]
-            return await registry.ListWorkers(w.ListWorkersRequest(), timeout=RPC_TIMEOUT_S)
+            return await self._registries[router].ListWorkers(
+                w.ListWorkersRequest(), timeout=RPC_TIMEOUT_S, metadata=self.operator.metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise BenchError(f"{self.name} does not list its workers: {error.code()}") from None
 
     async def workers(self) -> list[WorkerInfo]:
-        """Return what each worker says of itself. Raises BenchError."""
+        """Return the registration of each worker. Raises BenchError."""
         return [wire.worker_from_pb(entry.info) for entry in (await self.listed()).workers]
 
     @property
@@ -177,7 +186,8 @@ class Service:
         return self._child.is_alive
 
     async def problem(self) -> str | None:
-        """Return what happened to its processes since it was ready; None if nothing did."""
+        """Return a description if a process ended or restarted since the service was ready, else
+        None."""
         if not self.is_alive:
             return f"{self.name} ended"
         if not self._ready_path.exists() or self.read_ready() != self.ready:
@@ -185,13 +195,14 @@ class Service:
         return None
 
     def read_ready(self) -> Mapping[str, Any]:
-        """Read the ready file as it is now; `pdserve up` rewrites it after a restart."""
+        """Return the current content of the ready file. `pdserve up` rewrites it after a process
+        has restarted."""
         content: Mapping[str, Any] = json.loads(self._ready_path.read_text(encoding="utf-8"))
         return content
 
 
 def free_port() -> int:
-    """Return a port that is free now, for servers that cannot choose one."""
+    """Return a currently free port, for servers that cannot choose one themselves."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -199,7 +210,7 @@ def free_port() -> int:
 
 
 def processor_s(pids: Iterable[int]) -> float:
-    """Return the CPU time of processes and their children; 0 for those that are gone."""
+    """Return the total CPU time of processes and their children, in seconds. Ended ones count 0."""
     total = 0.0
     for process in with_children(pids):
         with suppress(psutil.NoSuchProcess):
@@ -209,7 +220,7 @@ def processor_s(pids: Iterable[int]) -> float:
 
 
 def with_children(pids: Iterable[int]) -> list[psutil.Process]:
-    """Return processes and all that they started."""
+    """Return processes with all their descendants."""
     found = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):

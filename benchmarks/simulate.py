@@ -1,8 +1,8 @@
-"""Simulate a service: the router's own code and fake engines on an event loop with virtual time.
+"""Simulation of a service: the real router and worker code with fake engines, in virtual time.
 
-Nothing of the router or of the workers is modelled a second time. The loop does not sleep: when no
-task can run, its clock jumps to the next timer. Router and workers share one process. The cost of
-an engine step is linear in its prompt tokens and its decoding requests.
+Only the engines are modelled. The event loop does not sleep: when no task can run, its clock jumps
+to the next timer. Router and workers share one process. The cost of an engine step is linear in its
+prompt tokens and its decoding requests.
 """
 
 from __future__ import annotations
@@ -22,22 +22,29 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.client import ServedModel, Target, piece_of
 from benchmarks.errors import BenchError, TargetError
 from benchmarks.replay import ReplaySettings, read_json, run_replay
-from benchmarks.traces import Trace, TraceMeta, TraceRequest, shape_workload
-from pdserve import deadline
+from benchmarks.traces import Trace, TraceMeta, TraceRequest
+from benchmarks.workload import shape_workload
+from kv_transfer.settings import ConnectorConfig
+from pdserve.background import background
 from pdserve.config import ScalingConfig
-from pdserve.deploy.scaling import Bounds, Scaler
+from pdserve.deploy.scaling.scaler import Bounds, Scaler
 from pdserve.errors import PdserveError
+from pdserve.net import deadline
 from pdserve.types import GenerateRequest, ModelInfo, Role, WorkerInfo
-from router.accounting import Accounting
-from router.background import background
-from router.decisions import DecisionLog
+from router.fleet.accounting import Accounting
+from router.fleet.checks import run_checks
+from router.fleet.connections import Connections
+from router.fleet.prefix_watch import PrefixWatcher
 from router.fleet.registry import Fleet
-from router.main import make_services
+from router.main import DEFAULT_LIMITS, make_services
 from router.metrics import RouterMetrics
-from router.request import RequestServer
-from router.roles import loads_of
+from router.operations.autoscaler import loads_of
+from router.placement.decisions import DecisionLog
+from router.placement.revisions import RevisionShares
+from router.request.request import RequestServer
 from workers.fake.engine import FakeEngine
-from workers.fake.settings import FakeKv, FakeSettings
+from workers.fake.settings import FakeSettings
+from workers.intake import Intake
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
@@ -45,29 +52,29 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.client import Piece, Request
-    from benchmarks.metrics import RequestRecord, Summary
+    from benchmarks.metrics import RequestTimeline, Summary
     from benchmarks.progress import Progress
     from benchmarks.replay import ReplayResult
-    from benchmarks.traces import Shape
+    from benchmarks.workload import Shape
     from pdserve.config import RouterConfig
-    from router.answer import AnswerDelta
     from router.fleet.member import Member
-    from router.request import Services
+    from router.request.answer import AnswerDelta
+    from router.request.services import Services
 
 _MODEL: Final = ModelInfo("simulated", "", 1 << 20, 1024, "float32")
 _NEVER_S: Final = 1e9
 _LOOK_S: Final = 1.0
 _TICK_S: Final = 1e-6
-_OF_ENGINE: Final = ("model", "kv", "block_size", "total_blocks", "max_num_seqs")
+_OF_ENGINE: Final = ("model", "kv", "block_size", "total_blocks", "limits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of an engine step: `step_s`, and so much for each prompt token and each request that
-    decodes in it. `transfer_s` passes between the end of prefill and the first decode step, and
-    `far_transfer_s` more between regions.
+    """Costs in seconds. An engine step costs `step_s`, plus `prefill_s` per prompt token and
+    `decode_s` per decoding request. `transfer_s`: time between the end of prefill and the first
+    decode step. `far_transfer_s` is added between regions.
 
-    The defaults are those of the demo model on one core of a server from 2023.
+    The defaults were measured with the demo model on one core of a server from 2023.
     """
 
     step_s: float = 0.004
@@ -78,7 +85,7 @@ class Costs:
 
     @classmethod
     def read(cls, path: Path) -> Costs:
-        """Raises BenchError."""
+        """Return the costs in a JSON file. Raises BenchError."""
         try:
             return cls(**{name: float(x) for name, x in read_json(path).items()})
         except (BenchError, ValueError, TypeError, AttributeError) as error:
@@ -87,10 +94,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A service and its load: requests come at `rate_per_s`, as the trace spaces them. The router
-    is in the first of `regions`, over which the workers of each role are spread in turn. With
-    `scale` the prefill and decode workers follow the load, from those given up to so many of each
-    role; one more takes `cold_start_s` to start."""
+    """A service and its load. Requests arrive at a mean of `rate_per_s`, with the trace's spacing.
+    The workers of each role are distributed over `regions` in turn; the router is in the first.
+    `scale`: if set, the prefill and decode workers scale with the load, from their given number up
+    to this number per role. A new worker takes `cold_start_s` to start."""
 
     prefill: int = 0
     decode: int = 0
@@ -125,7 +132,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> Any:
-        # A timer that is set again for the same moment, by a rounding error, would stop the clock.
+        # Advance by at least one tick: because of rounding errors, a timer may be set again for the
+        # current time, and the clock would never advance.
         return super().call_at(max(when, self.time() + _TICK_S), callback, *args, context=context)
 
 
@@ -142,7 +150,8 @@ class _VirtualSelector(selectors.SelectSelector):
 
 
 def connect_in_process(services: Mapping[str, WorkerService]) -> Any:
-    """Return what `Fleet` uses to connect to a worker, here by its id."""
+    """Return the connect function for `Fleet`, which connects to the service with the worker's
+    id."""
 
     async def connect(info: WorkerInfo, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         loop = asyncio.get_running_loop()
@@ -181,7 +190,7 @@ class _SimulatedTarget(Target):
 
 
 class _Out:
-    """Where the router writes one answer; None ends it."""
+    """The destination of one answer in the router. None in `pieces` ends it."""
 
     def __init__(self) -> None:
         self.pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
@@ -194,8 +203,8 @@ class _Out:
 def simulate(
     setup: Setup, config: RouterConfig, trace: Trace, shape: Shape, progress: Progress
 ) -> ReplayResult:
-    """Serve a trace and return what a replay of the real service would. The same setup gives the
-    same result. Raises BenchError."""
+    """Simulate the replay of a trace and return its result. The same setup always has the same
+    result. Raises BenchError."""
     settings = ReplaySettings(
         trace=trace.meta.name,
         shape=replace(shape, limit=setup.requests),
@@ -207,7 +216,7 @@ def simulate(
     )
     if setup.scale and (setup.aggregated or setup.scale < max(setup.prefill, setup.decode)):
         raise BenchError("--scale must not be below --prefill and --decode, without --aggregated")
-    random.seed(setup.seed)  # of pauses with jitter
+    random.seed(setup.seed)  # for the jitter of pauses
     scaled: list[dict[str, float]] = []
 
     async def serve() -> ReplayResult:
@@ -230,9 +239,9 @@ def _region(setup: Setup, number: int) -> str:
     return f"r{number % setup.regions}"
 
 
-def _crossings(setup: Setup, records: Iterable[RequestRecord]) -> dict[str, float]:
-    """Return the share of answers whose KV crossed regions, and of those that were decoded away
-    from the router. Nothing with one region."""
+def _crossings(setup: Setup, records: Iterable[RequestTimeline]) -> dict[str, float]:
+    """Return the share of answers whose KV was sent between regions, and the share that was decoded
+    outside the router's region. Empty with one region."""
     found = [record.receipt for record in records if record.receipt]
     if setup.regions == 1 or not found:
         return {}
@@ -248,18 +257,26 @@ def _crossings(setup: Setup, records: Iterable[RequestRecord]) -> dict[str, floa
 async def _start(
     setup: Setup, config: RouterConfig, stack: AsyncExitStack, scaled: list[dict[str, float]]
 ) -> _SimulatedTarget:
-    """Start router and workers. Changes of the number of workers are added to `scaled`."""
+    """Start router and workers. Changes of the number of workers are appended to `scaled`."""
     services: dict[str, WorkerService] = {}
-    fleet = Fleet(
-        router_id="router",
-        lease_s=_NEVER_S,
-        health=config.health,
-        connect=connect_in_process(services),
-        topology={"region": _region(setup, 0)},
-    )
+    fleet = Fleet(lease_s=_NEVER_S, health=config.health, topology={"region": _region(setup, 0)})
+    watcher = PrefixWatcher(DEFAULT_LIMITS.prefix_blocks)
+    stack.push_async_callback(watcher.aclose)
+    connect = connect_in_process(services)
+    connections = Connections(fleet, router_id="router", connect=connect, watches=watcher)
     metrics = RouterMetrics(config.slo)
     accounting = Accounting(config.prices, metrics.count)
-    router = make_services(config, fleet, metrics, DecisionLog(1), accounting)
+    router = make_services(
+        config,
+        fleet,
+        links=connections.links,
+        metrics=metrics,
+        decisions=DecisionLog(1),
+        accounting=accounting,
+        shares=RevisionShares(),
+        adapters={},
+        watcher=watcher,
+    )
     server = RequestServer(router)
 
     async def add(role: Role, number: int) -> None:
@@ -270,9 +287,12 @@ async def _start(
             total_blocks=setup.total_blocks,
             **asdict(setup.costs),
             far_producers=f"*@r[!{region[1:]}]" if setup.regions > 1 else "",
-            kv=None if role is Role.AGGREGATED else FakeKv(instance_id=name, host=""),
+            prefix_cache=True,
+            listens=False,
         )
-        service = services[name] = WorkerService(FakeEngine(_MODEL, settings), role, name)
+        kv = None if role is Role.AGGREGATED else ConnectorConfig()
+        fake = FakeEngine(_MODEL, settings, kv, name)
+        service = services[name] = WorkerService(fake, Intake(role), name)
         stack.push_async_callback(service.close)
         engine = await service.start()
         told: dict[str, Any] = {field: getattr(engine, field) for field in _OF_ENGINE}
@@ -282,12 +302,15 @@ async def _start(
     for role in map(Role, _ROLES):
         for number in range(getattr(setup, role)):
             await add(role, number)
-    await stack.enter_async_context(fleet)
+    await stack.enter_async_context(connections)
+    checks = partial(run_checks, fleet, connections, accounting)
+    await stack.enter_async_context(background("fleet-checks", checks))
     await stack.enter_async_context(background("admit", server.admit_queued))
     if setup.scale:
         follow = partial(_follow_load, setup, router, add, scaled)
         await stack.enter_async_context(background("scale", follow))
-    # Let workers and router meet, so that the first request finds them ready.
+    # Wait until the router has connected to the workers, so that they are ready for the first
+    # request.
     await asyncio.sleep(1.0)
     return _SimulatedTarget(server, config.request_timeout_s)
 
@@ -298,7 +321,8 @@ async def _follow_load(
     add: Callable[[Role, int], Awaitable[None]],
     scaled: list[dict[str, float]],
 ) -> None:
-    """Keep as many workers as the scaler asks for. Those to be removed end their requests first."""
+    """Start and remove workers as the scaler decides. Removed workers finish their requests
+    first."""
     fleet, costs, loop = router.fleet, router.costs, asyncio.get_running_loop()
     started = {role: getattr(setup, role) for role in (Role.PREFILL, Role.DECODE)}
     bounds = {role: Bounds(least, setup.scale) for role, least in started.items()}
@@ -316,14 +340,14 @@ async def _follow_load(
         wanted = scaler.decide(loads.needs, loop.time())
         counts: dict[Role, int] = {}
         for role, want in wanted.items():
-            serving = [m for m in members if m.info.role is role and not m.draining]
+            serving = [m for m in members if m.info.role is role and not m.reported.draining]
             counts[role] = len(serving) + sum(x is role for _, x in starting)
             for _ in range(counts[role], want):
                 starting.append((loop.time() + setup.cold_start_s, role))
             for member in sorted(serving, key=_unfinished)[: max(0, len(serving) - want)]:
                 fleet.renew(member.worker_id, member.info.instance_id, load=None, draining=True)
         for member in members:
-            if member.draining and not any(_unfinished(member)):
+            if member.reported.draining and not any(_unfinished(member)):
                 fleet.deregister(member.worker_id, member.info.instance_id)
         while starting and starting[0][0] <= loop.time():
             _, role = starting.popleft()
@@ -335,12 +359,12 @@ async def _follow_load(
 
 
 def _unfinished(member: Member) -> tuple[int, int]:
-    return member.outstanding_requests, member.outstanding_tokens
+    return member.placed.outstanding_requests, member.placed.outstanding_tokens
 
 
 def drawn_trace(mean_input: int, mean_output: int, *, requests: int, seed: int) -> Trace:
-    """Draw lengths from gamma distributions with a deviation of half the mean, and arrivals at
-    random."""
+    """Return a trace with random arrivals. Lengths have gamma distributions with a standard
+    deviation of half the mean."""
     chance = random.Random(f"lengths {seed}")
 
     def draw(mean: int) -> int:
@@ -352,17 +376,17 @@ def drawn_trace(mean_input: int, mean_output: int, *, requests: int, seed: int) 
     return Trace(meta, rows)
 
 
-# -- how many workers does a load need? Arithmetic gives a start, simulations decide
+# -- capacity planning: a first guess by arithmetic, then a search by simulation
 
-BUSY: Final = 0.8  # the share of a worker's capacity that the first guess uses
-MOST_WORKERS: Final = 24  # a larger service is searched for in a smaller one
+BUSY: Final = 0.8  # share of a worker's capacity that the first guess uses
+MOST_WORKERS: Final = 24  # a larger service is planned by scaling down the load
 MOST_TRIES: Final = 40
 _ROLES: Final = ("prefill", "decode", "aggregated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A service that keeps the SLOs. `cost_per_million` is of output tokens, at the given price."""
+class CapacityPlan:
+    """A service that meets the SLOs. `cost_per_million`: price of a million output tokens."""
 
     prefill: int
     decode: int
@@ -387,7 +411,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """`setup` is the load; its numbers of workers do not matter."""
+    """Searches for the smallest service that meets the SLOs. `setup` defines the load; its numbers
+    of workers are ignored."""
 
     setup: Setup
     config: RouterConfig
@@ -397,9 +422,9 @@ class Planner:
     price: float | None
     progress: Progress
 
-    def plans(self) -> list[Plan]:
-        """Return the smallest disaggregated and the smallest aggregated service that were found.
-        Raises BenchError if a single request misses the SLOs."""
+    def plans(self) -> list[CapacityPlan]:
+        """Return the smallest disaggregated and the smallest aggregated service found. Raises
+        BenchError if even a single request misses the SLOs."""
         alone = replace(self.setup, prefill=1, decode=1, rate_per_s=0.01, requests=20)
         if not self._passes(self._run(alone)):
             raise BenchError("a request alone in the service misses the SLOs: no number helps")
@@ -411,7 +436,7 @@ class Planner:
         return [self._search(start, scale) for start in (first, whole)]
 
     def _guess(self) -> tuple[int, int]:
-        """Divide the load by the capacity of one worker."""
+        """Return the first guess of prefill and decode workers: load / capacity of one worker."""
         s, costs = self.setup, self.setup.costs
         cut = shape_workload(self.trace, self.shape).cut
         answer_s = cut.mean_output * (costs.step_s + s.max_num_seqs * costs.decode_s)
@@ -420,9 +445,8 @@ class Planner:
         decode = s.rate_per_s * answer_s / s.max_num_seqs / BUSY
         return max(1, ceil(prefill)), max(1, ceil(decode))
 
-    def _search(self, setup: Setup, scale: int) -> Plan:
-        """Add workers of the kind that is short until the SLOs are kept, then remove what is not
-        needed."""
+    def _search(self, setup: Setup, scale: int) -> CapacityPlan:
+        """Add workers of the limiting role until the SLOs are met, then remove unneeded ones."""
         summary = self._run(setup)
         for _ in range(MOST_TRIES):
             if self._passes(summary):
@@ -444,7 +468,7 @@ class Planner:
         if self.price is not None and tokens_per_h:
             cost = self.price * sum(counts.values()) / tokens_per_h * 1e6
         ttft, tpot = summary.latency["ttft"], summary.latency["tpot"]
-        return Plan(
+        return CapacityPlan(
             **counts,
             attainment=0.0 if summary.slo is None else summary.slo.attainment,
             requests_per_s=summary.completed_per_s * scale,
@@ -462,7 +486,8 @@ class Planner:
 
 
 def _more(setup: Setup, summary: Summary) -> Setup:
-    """Add a tenth, at least one, of the kind whose limit is missed most."""
+    """Return the setup with a tenth more workers, at least one, of the role whose limit is exceeded
+    most."""
 
     def excess(metric: str) -> float:
         found, limit_s = summary.latency[metric], setup.slo_s.get(metric)

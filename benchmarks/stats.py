@@ -1,4 +1,4 @@
-"""Percentiles, bootstrap intervals, and rounds in which variants take turns."""
+"""Percentiles, bootstrap intervals, and measurement of variants in alternating rounds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RESAMPLES: Final = 2000
-MIN_ROUNDS: Final = 3  # an interval over fewer rounds says nothing
-WARMUP: Final = -1  # the number of the round whose results are dropped
+MIN_ROUNDS: Final = 3  # an interval over fewer rounds has no meaning
+WARMUP: Final = -1  # the number of the warm-up round, whose results are dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median over rounds with its 95 % interval; no interval below `MIN_ROUNDS` rounds."""
+    """A median over rounds with its 95 % interval. With fewer than `MIN_ROUNDS` rounds there is no
+    interval."""
 
     value: float
     low: float | None = None
@@ -42,14 +43,15 @@ class Estimate:
 
 
 def percentiles(sample: Sequence[float], *percents: float) -> list[float]:
-    """Interpolate linearly. If the sample holds infinities, take the next higher value."""
+    """Return percentiles with linear interpolation. If the sample has infinities, return the next
+    higher value instead."""
     method = "higher" if math.isinf(max(sample)) else "linear"
     found: list[float] = np.percentile(sample, percents, method=method).tolist()  # type: ignore[call-overload]
     return found
 
 
 def distribution(sample: Sequence[float]) -> Distribution | None:
-    """Return None for an empty sample."""
+    """Return the distribution of a sample, or None if it is empty."""
     if not sample:
         return None
     mean = math.fsum(sample) / len(sample)
@@ -57,10 +59,10 @@ def distribution(sample: Sequence[float]) -> Distribution | None:
 
 
 def estimate(rounds: Sequence[float], key: str) -> Estimate:
-    """Return the median of one value a round, with an interval from resampled rounds.
+    """Return the median of one value per round, with an interval from resampled rounds.
 
-    Requests of one round influence each other, so whole rounds are drawn (block bootstrap; Efron
-    and Tibshirani, An Introduction to the Bootstrap, ch. 8). The same `key` draws the same.
+    Requests of one round influence each other, so whole rounds are resampled (block bootstrap;
+    Efron and Tibshirani, An Introduction to the Bootstrap, ch. 8). `key` seeds the resampling.
     """
     (middle,) = percentiles(rounds, 50)
     if len(rounds) < MIN_ROUNDS:
@@ -71,7 +73,7 @@ def estimate(rounds: Sequence[float], key: str) -> Estimate:
 
 
 def ratio(rounds: Sequence[tuple[float, float]], key: str) -> Estimate | None:
-    """Return the median of one quotient a round; None if a quotient is not a finite number."""
+    """Return the median of one quotient per round, or None if a quotient is not finite."""
     if any(bottom == 0 or math.isinf(top) or math.isinf(bottom) for top, bottom in rounds):
         return None
     return estimate([top / bottom for top, bottom in rounds], key)
@@ -87,8 +89,9 @@ async def alternate(
 ) -> AsyncIterator[dict[str, T]]:
     """Yield the measurements of each round by variant, from round `first` on.
 
-    A machine that slows down during a run slows all variants of a round alike, and the order within
-    a round alternates (A B, B A, ...). A round `WARMUP` goes before them and is not yielded.
+    If the machine slows down during a run, all variants of a round are affected equally. To ensure
+    this, the order within a round alternates (A B, B A, ...). The first round is `WARMUP`, which is
+    not yielded.
     """
     if warm_up:
         for name in variants:
@@ -104,7 +107,7 @@ def compare(
 ) -> dict[str, tuple[float, float | None]]:
     """Compare one metric, given by variant for each round.
 
-    Return by variant the median, and the median ratio to the baseline (None for itself).
+    Return (median, median ratio to the baseline) by variant. The baseline's ratio is None.
     """
     found = {}
     for name in rounds[0]:

@@ -1,29 +1,34 @@
-"""Traces: when requests arrived and how long they were; which are sent, and with what prompts.
+"""Traces with arrival times and lengths of requests.
 
 Formats, recognised by suffix and header:
 
 azure     CSV of https://github.com/Azure/AzurePublicDataset
 burstgpt  CSV of https://github.com/HPMLL/BurstGPT
 mooncake  JSON lines of https://github.com/kvcache-ai/Mooncake; `timestamp` in milliseconds, and
-          optionally `hash_ids`, one for each block of input tokens: two requests share as long a
-          prefix as their ids agree. Other fields are ignored.
+          optionally `hash_ids`, one for each block of input tokens: two requests share the blocks
+          of their longest common prefix of ids. Requests with one `session_id` are the turns of
+          a session: each follows the end of the one before it after `delay` milliseconds. Other
+          fields are ignored.
 
-`NAME.meta.json` beside a trace may give `name`, `block_size` (tokens per hash id, default 512),
-`tick_s` (the step that the log rounded its times to), `source`, `licence` and `attribution`.
+The trace `agent` is drawn at random from published statistics (`agent_trace`).
+
+`NAME.meta.json` next to a trace may have `name`, `block_size` (tokens per hash id, default 512),
+`tick_s` (the resolution of the log's times), `source`, `licence` and `attribution`.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import math
+import random
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import ceil
+from operator import eq
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -41,22 +46,26 @@ NAMED_TRACES: Final[Mapping[str, str]] = {
     "code": "azure-llm-2023/AzureLLMInferenceTrace_code.csv",
     "longchat": "mooncake-fast25/conversation_trace.first4000.jsonl",
 }
+AGENT: Final = "agent"
 BLOCK_SIZE: Final = 512  # of Mooncake's files
 
 
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
 def _format(at: str, at_type: Any, given: str, made: str, least: int = 1) -> type[Struct]:
-    """Return what a row holds, by the names of its fields: arrival and lengths."""
+    """Return the type of a row, given the names of its fields for arrival and lengths."""
     length = Annotated[int, Meta(ge=least)]
     names = {"at": at, "given": given, "made": made}
     ids = ("hash_ids", tuple[int, ...] | None, None)
-    fields: list[Any] = [("at", at_type), ("given", length), ("made", length), ids]
+    session = (("session_id", str, ""), ("delay", _Seconds, 0.0))
+    fields: list[Any] = [("at", at_type), ("given", length), ("made", length), ids, *session]
     return msgspec.defstruct("Row", fields, rename=names)
 
 
-_Seconds = Annotated[float, Meta(ge=0)]
 _FORMATS: Final[Mapping[str, type[Struct]]] = {
     "azure": _format("TIMESTAMP", datetime, "ContextTokens", "GeneratedTokens"),
-    # A request that failed there has a length of 0.
+    # Failed requests in this log have a length of 0.
     "burstgpt": _format("Timestamp", _Seconds, "Request tokens", "Response tokens", least=0),
     "mooncake": _format("timestamp", _Seconds, "input_length", "output_length"),
 }
@@ -64,16 +73,25 @@ _FORMATS: Final[Mapping[str, type[Struct]]] = {
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `arrival_s` counts from the first; `hash_ids` is None if the trace has none."""
+    """One request. `arrival_s` is relative to the first request. `hash_ids` is None if the trace
+    has none.
+
+    `session`: name of its session, if it is a turn of one. A turn is sent `pause_s` after the end
+    of the turn before it; `arrival_s` is then only the time in the log. `kept_tokens`: number of
+    tokens at the start of its prompt that the turn before it had, in its prompt or its answer.
+    """
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
+    session: str = ""
+    pause_s: float = 0.0
+    kept_tokens: int = 0
 
 
 class TraceMeta(Struct, frozen=True, kw_only=True):
-    """What is known of a trace besides its rows."""
+    """Metadata of a trace."""
 
     name: str = ""
     format: str = ""
@@ -86,23 +104,24 @@ class TraceMeta(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. `ignored` names fields that were in the file but not used."""
+    """Requests in order of arrival. `ignored`: names of unused fields in the file."""
 
     meta: TraceMeta
     requests: tuple[TraceRequest, ...]
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     def facts(self) -> dict[str, Any]:
-        """Return what a result keeps of the trace."""
+        """Return the facts about the trace that a result stores."""
         found: dict[str, Any] = msgspec.to_builtins(self.meta)
         return found | {"digest": self.digest(), "ignored_fields": list(self.ignored)}
 
     def digest(self) -> str:
-        """Return a SHA-256 of lengths and prefix ids; it keys the prompts."""
+        """Return the SHA-256 of lengths and prefix ids. It seeds the prompts."""
         whole = hashlib.sha256()
         for row in self.requests:
             ids = "-" if row.hash_ids is None else ",".join(map(str, row.hash_ids))
-            whole.update(f"{row.input_tokens} {row.output_tokens} {ids}\n".encode())
+            turn = f" {row.session} {row.kept_tokens}" if row.session else ""
+            whole.update(f"{row.input_tokens} {row.output_tokens} {ids}{turn}\n".encode())
         return whole.hexdigest()
 
 
@@ -111,12 +130,14 @@ def load_trace(name_or_path: str) -> Trace:
 
     Raises BenchError for an unknown name or a malformed file, with its line and field.
     """
+    if name_or_path == AGENT:
+        return agent_trace()
     if name_or_path in NAMED_TRACES:
         path = TRACES_DIR / NAMED_TRACES[name_or_path]
     else:
         path = Path(name_or_path)
     if not path.is_file():
-        names = ", ".join(NAMED_TRACES)
+        names = ", ".join((*NAMED_TRACES, AGENT))
         raise BenchError(f"no trace {name_or_path!r}: give one of {names}, or the path of a file")
     beside = path.with_suffix(".meta.json")
     try:
@@ -130,6 +151,7 @@ def load_trace(name_or_path: str) -> Trace:
     if any(row.hash_ids is not None for row in rows):
         block_size = meta.block_size or BLOCK_SIZE
         _check_blocks(path, rows, block_size)
+    rows = _with_kept_tokens(rows, block_size)
     meta = msgspec.structs.replace(
         meta,
         name=meta.name or path.stem,
@@ -141,7 +163,7 @@ def load_trace(name_or_path: str) -> Trace:
 
 
 def infer_tick_s(rows: Sequence[TraceRequest]) -> float | None:
-    """Return the step that arrival times were rounded to, or None if they were not rounded.
+    """Return the resolution of the arrival times, or None if they were not rounded.
 
     A log is rounded if most of its requests share their arrival time with another one.
     """
@@ -152,7 +174,7 @@ def infer_tick_s(rows: Sequence[TraceRequest]) -> float | None:
 
 
 def _read(path: Path, lines: Sequence[str]) -> tuple[str, list[TraceRequest], list[str]]:
-    """Return the format, the rows with times from the first arrival on, and ignored fields."""
+    """Return the format, the rows with times relative to the first arrival, and ignored fields."""
     values: Iterable[tuple[int, Any]]
     if path.suffix == ".csv":
         reader = csv.DictReader(lines)
@@ -186,8 +208,31 @@ def _read(path: Path, lines: Sequence[str]) -> tuple[str, list[TraceRequest], li
     for row in found:
         since = row.at - found[0].at
         since_s = since.total_seconds() if isinstance(since, timedelta) else since * unit_s
-        rows.append(TraceRequest(round(since_s, 7), row.given, row.made, row.hash_ids))
+        session = (row.session_id, row.delay * unit_s)
+        rows.append(TraceRequest(round(since_s, 7), row.given, row.made, row.hash_ids, *session))
     return name, rows, [x for x in fields if x not in kind.__struct_encode_fields__]
+
+
+def _with_kept_tokens(rows: Sequence[TraceRequest], block_size: int | None) -> list[TraceRequest]:
+    """Return rows whose turns say how much of the turn before them they keep.
+
+    Block ids tell it. Without them, a turn keeps the whole prompt and answer before it, as far as
+    its length allows.
+    """
+    last: dict[str, TraceRequest] = {}
+    found = []
+    for row in rows:
+        before = last.get(row.session)
+        if row.session and before is not None:
+            if row.hash_ids is not None and block_size is not None:
+                same = map(eq, row.hash_ids, before.hash_ids or ())
+                kept = block_size * sum(takewhile(bool, same))
+            else:
+                kept = before.input_tokens + before.output_tokens
+            row = replace(row, kept_tokens=min(kept, row.input_tokens - 1))  # noqa: PLW2901
+        last[row.session] = row
+        found.append(row)
+    return found
 
 
 def _check_blocks(path: Path, rows: Sequence[TraceRequest], block_size: int) -> None:
@@ -201,159 +246,62 @@ def _check_blocks(path: Path, rows: Sequence[TraceRequest], block_size: int) -> 
             )
 
 
-def due_times_s(
-    arrivals_s: Sequence[float], *, tick_s: float | None = None, seed: int = 0
-) -> list[float]:
-    """Return the seconds from the start of the run at which each request is due.
+# -- sessions of agents, drawn at random
 
-    A log that rounded its times to ticks would send a volley at each tick, and the tail of TTFT
-    would measure the rounding. So the requests of one tick are spread over it at random. Their
-    order does not change.
+_AGENT_META: Final = TraceMeta(
+    name=AGENT,
+    format="drawn",
+    source="https://github.com/callanjfox/kv-cache-tester (statistics only)",
+    attribution="statistics of the WEKA Claude Code sessions; no data of theirs",
+)
+# Median and sigma of log-normal distributions. Tokens, but for turns, and seconds for a pause.
+_TURNS: Final = (45.0, 1.0)
+_FIRST_PROMPT: Final = (20_000.0, 0.45)
+_ANSWER: Final = (216.0, 1.15)
+_TOOL_RESULT: Final = (1_500.0, 1.5)
+_CONTEXT: Final = (260_000.0, 0.5)
+_PAUSE_S: Final = (10.0, 1.2)
+_MOST_TURNS: Final = 400
+_MOST_NEW_TOKENS: Final = 30_000
+_SUMMARY_TOKENS: Final = 5_000
+_ANSWER_S: Final = 6.1
+_BETWEEN_SESSIONS_S: Final = 20.0
+
+
+def agent_trace(sessions: int = 200, seed: int = 0) -> Trace:
+    """Return sessions of coding agents, drawn at random.
+
+    A turn's prompt is the prompt and the answer of the turn before it, and the result of a tool. If
+    this exceeds the context, the agent compacts it: the first prompt stays, and a summary replaces
+    the rest. Nothing is shared between sessions.
+
+    The distributions are fitted to figures of the 710 sessions (48,658 requests) of the WEKA corpus
+    of Claude Code traffic in callanjfox/kv-cache-tester at commit 94f6046: 69 turns a session,
+    prompts of 123,000 tokens on average (median 105,000, p90 236,000, p99 500,000), answers of 439
+    (216, 899, 3,663), a median answer time of 6.1 s, a median pause of 10 s, 96 % of a prompt in
+    common with the request before it. NVIDIA's digest of agent traffic for Dynamo says 85 to 97 %
+    cache hits. Spread and compaction are assumptions, chosen so that the trace has these figures.
     """
-    at_s = np.asarray(arrivals_s) - arrivals_s[0]
-    if tick_s is not None:
-        ticks, tick_of = np.unique(at_s, return_inverse=True)
-        widths_s = np.minimum(tick_s, np.diff(ticks, append=ticks[-1] + tick_s))
-        shares = np.random.default_rng(seed).random(len(at_s))
-        at_s = np.sort(at_s + shares * widths_s[tick_of])
-    due_s: list[float] = at_s.tolist()
-    return due_s
+    chance = random.Random(f"agents {seed}")
 
+    def draw(median: float, sigma: float, most: float = math.inf) -> int:
+        return max(1, round(min(most, chance.lognormvariate(math.log(median), sigma))))
 
-def speedup_for(due_s: Sequence[float], rate_per_s: float) -> float:
-    """Return the factor that brings `due_s` to a mean rate. Raises BenchError for one moment."""
-    duration_s = due_s[-1] - due_s[0]
-    if duration_s <= 0:
-        raise BenchError("a rate needs two requests at different times; ask for more requests")
-    return rate_per_s * duration_s / (len(due_s) - 1)
-
-
-# -- the requests of a trace that are sent, and their prompts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """How a trace is cut to fit a model and a machine; applied in the order of the fields.
-
-    `scale_lengths` multiplies lengths and the prefix block; longer outputs are cut to
-    `max_output_tokens`; rows over `max_total_tokens` are dropped; `skip` rows are passed over
-    (wrapping to the start of the trace); the next `limit` are sent.
-    """
-
-    scale_lengths: Fraction = Fraction(1)
-    max_output_tokens: int | None = None
-    max_total_tokens: int | None = None
-    skip: int = 0
-    limit: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """What shaping did to a trace. Means are in tokens; `*_before` are of the whole trace."""
-
-    rows: int
-    requests: int
-    capped: int
-    dropped: int
-    mean_input_before: float
-    mean_output_before: float
-    mean_input: float
-    mean_output: float
-    block_size: int | None
-
-    def __str__(self) -> str:
-        return (
-            f"{self.requests} requests, mean {self.mean_input:.1f} input and "
-            f"{self.mean_output:.1f} output tokens (whole trace: {self.rows} requests, "
-            f"{self.mean_input_before:.1f} and {self.mean_output_before:.1f}); outputs shortened: "
-            f"{self.capped}, too long and dropped: {self.dropped}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The requests to send, each with its row number in the trace (from 0)."""
-
-    rows: tuple[tuple[int, TraceRequest], ...]
-    cut: Cut
-
-
-def shape_workload(trace: Trace, shape: Shape) -> Workload:
-    """Apply `shape` to a trace. Raises BenchError if nothing is left."""
-    before, factor = trace.meta.block_size, shape.scale_lengths
-    block_size = None if before is None else round(before * factor)
-    if block_size == 0:
-        raise BenchError(
-            f"--scale-lengths {factor} leaves less than one token of a prefix block of {before}; "
-            f"use at least 1/{before}"
-        )
-    cap, total = shape.max_output_tokens, shape.max_total_tokens
-    kept, capped = [], 0
-    for number, row in enumerate(trace.requests):
-        scaled = _scale(row, factor, block_size)
-        if cap is not None and scaled.output_tokens > cap:
-            scaled, capped = replace(scaled, output_tokens=cap), capped + 1
-        if total is None or scaled.input_tokens + scaled.output_tokens <= total:
-            kept.append((number, scaled))
-    if not kept:
-        raise BenchError(
-            f"no request of {trace.meta.name} fits {total} tokens; raise --max-total-tokens or "
-            "lower --scale-lengths"
-        )
-    first = shape.skip % max(1, len(kept) - (shape.limit or len(kept)) + 1)
-    sent = kept[first : None if shape.limit is None else first + shape.limit]
-    cut = Cut(
-        rows=len(trace.requests),
-        requests=len(sent),
-        capped=capped,
-        dropped=len(trace.requests) - len(kept),
-        mean_input_before=fmean(row.input_tokens for row in trace.requests),
-        mean_output_before=fmean(row.output_tokens for row in trace.requests),
-        mean_input=fmean(row.input_tokens for _, row in sent),
-        mean_output=fmean(row.output_tokens for _, row in sent),
-        block_size=block_size,
-    )
-    return Workload(tuple(sent), cut)
-
-
-def _scale(row: TraceRequest, factor: Fraction, block_size: int | None) -> TraceRequest:
-    """Scale one row. A row with block ids keeps exactly as many blocks as it has ids."""
-    input_tokens = max(1, round(row.input_tokens * factor))
-    if row.hash_ids is not None and block_size is not None:
-        blocks = len(row.hash_ids)
-        input_tokens = min(max(input_tokens, (blocks - 1) * block_size + 1), blocks * block_size)
-    output_tokens = max(1, round(row.output_tokens * factor))
-    return replace(row, input_tokens=input_tokens, output_tokens=output_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptMaker:
-    """Makes prompts of token ids that share prefixes as far as the trace says.
-
-    The tokens of a block are a function of the trace's digest, the seed and the block's id
-    (SHAKE-256), so all processes make the same.
-    """
-
-    digest: str
-    seed: int
-    vocab_size: int
-    block_size: int | None
-
-    def tokens(self, name: str, row: TraceRequest) -> list[int]:
-        """Return the prompt of a row. `name` tells rows without block ids apart."""
-        if row.hash_ids is None or self.block_size is None:
-            return self._draw(f"row/{name}", row.input_tokens)
-        prompt: list[int] = []
-        for hash_id in row.hash_ids:
-            left = min(self.block_size, row.input_tokens - len(prompt))
-            prompt += self._draw(f"block/{hash_id}", left)
-        return prompt
-
-    def _draw(self, key: str, count: int) -> list[int]:
-        # Tokenizers keep special tokens at both ends of the vocabulary.
-        margin = min(1000, self.vocab_size // 8)
-        span = max(1, self.vocab_size - 2 * margin)
-        raw = hashlib.shake_256(f"{self.digest}/{self.seed}/{key}".encode()).digest(4 * count)
-        words = np.frombuffer(raw, dtype="<u4").astype(np.uint64)
-        tokens: list[int] = (((words * np.uint64(span)) >> np.uint64(32)) + margin).tolist()
-        return tokens
+    rows: list[TraceRequest] = []
+    start_s = 0.0
+    for number in range(sessions):
+        at_s, pause_s, kept = start_s, 0.0, 0
+        first, context = draw(*_FIRST_PROMPT), draw(*_CONTEXT)
+        prompt = first
+        for _ in range(draw(*_TURNS, _MOST_TURNS)):
+            answer = draw(*_ANSWER, _MOST_NEW_TOKENS)
+            rows.append(TraceRequest(at_s, prompt, answer, None, f"agent-{number}", pause_s, kept))
+            kept = prompt + answer
+            prompt = kept + draw(*_TOOL_RESULT, _MOST_NEW_TOKENS)
+            if prompt > context:
+                kept, prompt = first, first + _SUMMARY_TOKENS
+            pause_s = chance.lognormvariate(math.log(_PAUSE_S[0]), _PAUSE_S[1])
+            at_s += _ANSWER_S + pause_s
+        start_s += chance.expovariate(1 / _BETWEEN_SESSIONS_S)
+    rows.sort(key=lambda row: row.arrival_s)
+    return Trace(_AGENT_META, tuple(rows))

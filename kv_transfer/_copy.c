@@ -1,6 +1,7 @@
-/* Copies scattered pages of a KV cache and digests them in one pass. memory.py describes the digest
-   and has the same in Python. */
+/* Copies scattered pages of a KV cache and digests them in one pass. cache/host_memory.py describes
+   the digest and computes the same in Python. */
 
+#define Py_LIMITED_API 0x030B0000 /* one wheel for Python 3.11 and every later version */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -11,8 +12,8 @@
 
 #define ROW 16
 #define MIN_UNLOCKED (64 << 10) /* shorter copies keep the interpreter lock */
-#define MIN_STREAMED 1024       /* longer pages are written past the cache */
-#define AHEAD 8192              /* bytes that are fetched before they are read, at most a page */
+#define MIN_STREAMED 1024       /* pages from this size on are written without the CPU cache */
+#define AHEAD 8192              /* prefetch distance in bytes, at most a page */
 
 typedef uint64_t Row __attribute__((vector_size(ROW)));
 typedef struct {
@@ -29,7 +30,8 @@ static inline void add(Digest *digest, Row row)
     digest->running += digest->sums;
 }
 
-/* Digests a page, and copies it unless `to` is NULL. The page at `next` is fetched ahead. */
+/* Digests a page, and copies it unless `to` is NULL. Prefetches, into the page at `next`, too,
+   because the processor's own prefetch starts anew in each 4 KiB. */
 static void absorb(Digest *digest, char *to, const char *from, const char *next, size_t size)
 {
     Digest d = *digest;
@@ -73,12 +75,12 @@ static uint64_t finish(const Digest *digest)
 
 static Py_ssize_t *ids_of(PyObject *list)
 {
-    Py_ssize_t count = PyList_GET_SIZE(list);
+    Py_ssize_t count = PyList_Size(list);
     Py_ssize_t *ids = PyMem_Malloc((size_t)(count ? count : 1) * sizeof *ids);
     if (ids == NULL)
         return (Py_ssize_t *)PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < count; i++) {
-        ids[i] = PyLong_AsSsize_t(PyList_GET_ITEM(list, i));
+        ids[i] = PyLong_AsSsize_t(PyList_GetItem(list, i));
         if (ids[i] == -1 && PyErr_Occurred()) {
             PyMem_Free(ids);
             return NULL;
@@ -99,7 +101,7 @@ static PyObject *run(const Pages *to, const Pages *from, Py_ssize_t blocks, Py_s
     PyObject *result = PyBytes_FromStringAndSize(NULL, blocks * (Py_ssize_t)sizeof(uint64_t));
     if (result == NULL)
         return NULL;
-    char *digests = PyBytes_AS_STRING(result);
+    char *digests = PyBytes_AsString(result);
     PyThreadState *state = layers * blocks * size >= MIN_UNLOCKED ? PyEval_SaveThread() : NULL;
     for (Py_ssize_t block = 0; block < blocks; block++) {
         Digest digest = {{0}, {0}};
@@ -134,8 +136,8 @@ static PyObject *copy(PyObject *self, PyObject *args)
     from.address = (char *)source, to.address = (char *)target;
     from.ids = ids_of(source_ids);
     to.ids = from.ids == NULL ? NULL : ids_of(target_ids);
-    if (to.ids != NULL && PyList_GET_SIZE(source_ids) == PyList_GET_SIZE(target_ids))
-        result = run(&to, &from, PyList_GET_SIZE(source_ids), layers, size);
+    if (to.ids != NULL && PyList_Size(source_ids) == PyList_Size(target_ids))
+        result = run(&to, &from, PyList_Size(source_ids), layers, size);
     else if (to.ids != NULL)
         PyErr_SetString(PyExc_ValueError, "source and target differ in number of blocks");
     PyMem_Free(to.ids);
@@ -156,7 +158,7 @@ static PyObject *digest(PyObject *self, PyObject *args)
     from.ids = ids_of(ids);
     if (from.ids == NULL)
         return NULL;
-    result = run(NULL, &from, PyList_GET_SIZE(ids), layers, size);
+    result = run(NULL, &from, PyList_Size(ids), layers, size);
     PyMem_Free(from.ids);
     return result;
 }

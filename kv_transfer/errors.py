@@ -1,5 +1,5 @@
-"""Errors inside the KV plane. A client sees none of them: a transfer that fails ends its request
-with `transfer_failed` or `transfer_corrupted`."""
+"""Errors inside the KV plane. Clients never see them: a failed transfer ends its request with
+`transfer_failed` or `transfer_corrupted`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ProtocolError(KvTransferError):
 
 
 class HandshakeRefused(KvTransferError):
-    """Two workers cannot exchange KV; the message says why."""
+    """The two workers cannot exchange KV; the message states the reason."""
 
 
 class LinkClosed(KvTransferError):
@@ -21,4 +21,4 @@ class LinkClosed(KvTransferError):
 
 
 class UnsupportedLayout(KvTransferError):
-    """This engine's KV cache cannot be moved; the message says what is missing."""
+    """This engine's KV cache cannot be transferred; the message states what is missing."""

@@ -1,8 +1,8 @@
-"""An async client of the `Generation` service.
+"""An async client of the `Generation` service::
 
-async with Client("127.0.0.1:8001") as client:
-    async for delta in client.generate("Why do leaves turn red?"):
-        print(delta.text, end="")
+    async with Client("127.0.0.1:8001") as client:
+        async for delta in client.generate("Why do leaves turn red?"):
+            print(delta.text, end="")
 
 With the addresses of several routers, an answer continues at another router if the connection is
 lost. No token is lost or repeated. A request with n above 1 starts again at another router only
@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import grpc.aio
 
-from pdserve import rpc, wire
+from pdserve import wire
 from pdserve.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from pdserve.tokenizer import ChatMessage
+from pdserve.model.tokenizer import ChatMessage, MessageImage
+from pdserve.net import rpc
 from pdserve.types import ServiceClass, ToolCallDelta
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
     from pdserve.types import FinishReason, PositionLogprobs, Receipt, SamplingParams, Usage
 
 LIST_TIMEOUT_S = 10.0
-# Seconds without any router after which an answer fails, if there are several routers.
+# Default of `patience_s` if there are several routers.
 PATIENCE_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _MOST_DOUBLINGS = 4
-# Statuses of a call that lost its router. They come without an error of ours.
+# Statuses of a call whose connection to the router was lost. A status that the router itself sends
+# has a pdserve error in its metadata (`rpc.has_error`).
 _LOST = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -50,8 +52,8 @@ _LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. `parameters` is the JSON schema of its arguments, None
-    for any. Calls follow the schema if they are `strict` or forced."""
+    """A function that the model may call. `parameters` is the JSON schema of its arguments; None
+    allows any. Only `strict` or forced calls are guaranteed to follow the schema."""
 
     name: str
     description: str = ""
@@ -61,8 +63,8 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer. The last one has finish reason, usage and receipt. With tools, or a
-    model that reasons, `text` is what is neither reasoning nor a tool call."""
+    """A piece of an answer. The last delta has finish reason, usage and receipt. `text` excludes
+    reasoning and tool calls."""
 
     request_id: str
     index: int
@@ -88,9 +90,10 @@ class ModelCard:
 
 
 class Client:
-    """Owns a channel to each router. Raises errors of the service as PdserveError, and Unavailable
-    if no router answers. `patience_s` limits the time without progress while routers are away; the
-    default is 0 for a single router. `pdserve.security.tls.tls_dialer` makes a `dialer` for TLS."""
+    """A client of one or more routers, with one channel to each. Raises errors of the service as
+    PdserveError, and Unavailable if no router answers. `patience_s` limits the time without
+    progress while no router is reachable; the default is PATIENCE_S, or 0 for a single router.
+    `pdserve.security.tls.tls_dialer` returns a `dialer` for TLS."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Client:
         self._channels = [dialer.open_channel(address) for address in addresses]
         self._metadata = rpc.authorization(api_key)
         self._stubs = [GenerationStub(channel) for channel in self._channels]
-        self._at = 0  # the router to ask next
+        self._at = 0  # index of the router that gets the next call
         default_s = PATIENCE_S if len(addresses) > 1 else 0.0
         self._patience_s = default_s if patience_s is None else patience_s
 
@@ -117,7 +120,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close the channels, and end every answer on them."""
+        """Close the channels. Open answers end with an error."""
         for channel in self._channels:
             await channel.close()
 
@@ -145,10 +148,10 @@ class Client:
         `priority` is served earlier. Requests of class BATCH wait for all others. Closing the
         iterator (`aclosing`) cancels the request. Raises PdserveError.
 
-        `tools` need a conversation. `tool_name` forces a call of one of them. Without
-        `parallel_tool_calls` there is at most one call. `include_reasoning=False` leaves reasoning
-        out of the answer, `enable_thinking` switches it if the chat template can. None is the
-        service's default.
+        `tools` require a conversation. `tool_name` forces a call of that tool.
+        `parallel_tool_calls=False` allows at most one call. `include_reasoning=False` omits
+        reasoning from the answer. `enable_thinking` turns reasoning on or off if the chat template
+        supports it. For each of these, None selects the service's default.
         """
         request = _request(prompt)
         request.model, request.request_id, request.priority = model, request_id, priority
@@ -177,10 +180,11 @@ class Client:
     async def _answer(
         self, request: g.GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[g.GenerateResponse, None]:
-        """Yield the messages of an answer, each token once, from any router. An answer with several
-        outputs (n above 1) is not continued once it has begun."""
+        """Yield the messages of an answer, each token once, from any router. An answer with n above
+        1 fails if its router is lost after the first token: a router resumes only one output."""
         failures, tokens = _Failures(), list[int]()
         if self._patience_s:
+            # A router needs the id to end an earlier stream of the same answer (resume_token_ids).
             request.request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
         while True:
             at = self._at
@@ -199,7 +203,7 @@ class Client:
                     raise _error_of(error) from error
                 await self._pause(error, failures, at, deadline, has_begun=bool(tokens))
             finally:
-                call.cancel()  # does nothing to a call that has ended
+                call.cancel()  # no effect if the call has ended
 
     async def list_models(self, *, timeout_s: float = LIST_TIMEOUT_S) -> list[ModelCard]:
         """Return the models that the routers serve. Raises PdserveError."""
@@ -226,8 +230,9 @@ class Client:
         *,
         has_begun: bool = False,
     ) -> None:
-        """Turn to the next router, after a pause once each was asked. Raises the PdserveError if
-        that makes no sense. An answer that has begun waits for an overloaded router too."""
+        """Select the next router. Sleep first if every router has failed in turn. Raises the
+        PdserveError if a retry cannot help or `patience_s` is used up. An answer that has begun
+        also waits for an overloaded router, because the client already has a part of it."""
         error = _error_of(rpc_error)
         now, routers = time.monotonic(), len(self._stubs)
         failures.since = failures.since if failures.count else now
@@ -236,18 +241,18 @@ class Client:
         is_temporary |= has_begun and isinstance(error, Overloaded)
         if not is_temporary or now - failures.since >= self._patience_s:
             raise error
-        if self._at == at:
+        if self._at == at:  # else another call has already selected the next router
             self._at = (at + 1) % routers
         doublings = min(failures.count // routers - 1, _MOST_DOUBLINGS)
         pause_s = 0.0 if doublings < 0 else _FIRST_PAUSE_S * float(1 << doublings)
         if deadline is not None and deadline - now <= pause_s:
-            raise DeadlineExceeded("no router gave the rest of the answer in time")
+            raise DeadlineExceeded("the deadline passed before a router continued the answer")
         await asyncio.sleep(pause_s)
 
 
 @dataclass(slots=True)
 class _Failures:
-    """Failures of one call in a row, and the time of the first."""
+    """Consecutive failures of one call, and the time of the first."""
 
     count: int = 0
     since: float = 0.0
@@ -275,6 +280,7 @@ def _message(message: ChatMessage) -> g.ChatMessage:
     return g.ChatMessage(
         role=message.role,
         content=message.content,
+        parts=map(_part, message.parts),
         reasoning=message.reasoning,
         tool_calls=[
             g.ToolCall(id=id_, name=x["name"], arguments=json.dumps(x["arguments"]))
@@ -282,6 +288,13 @@ def _message(message: ChatMessage) -> g.ChatMessage:
         ],
         tool_call_id=message.tool_call_id,
     )
+
+
+def _part(part: str | MessageImage) -> g.ContentPart:
+    if isinstance(part, str):
+        return g.ContentPart(text=part)
+    name = "url" if isinstance(part.source, str) else "data"
+    return g.ContentPart(image=g.Image(detail=part.detail, **{name: part.source}))  # type: ignore[arg-type]
 
 
 def _tool(tool: Tool) -> g.Tool:

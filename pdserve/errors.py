@@ -15,6 +15,7 @@ _STATUS = {
     404: grpc.StatusCode.NOT_FOUND,
     409: grpc.StatusCode.ALREADY_EXISTS,
     413: grpc.StatusCode.INVALID_ARGUMENT,
+    415: grpc.StatusCode.INVALID_ARGUMENT,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     499: grpc.StatusCode.CANCELLED,
@@ -26,10 +27,11 @@ _STATUS = {
 
 
 class Refusal(StrEnum):
-    """Why a request was rejected before any work was done for it; for programs."""
+    """Machine-readable reason for rejecting a request before any work was done for it."""
 
     QUEUE_FULL = "queue_full"
     NO_ROOM = "no_room"
+    MEMORY = "memory"
     DEADLINE_UNREACHABLE = "deadline_unreachable"
     SLO_UNREACHABLE = "slo_unreachable"
     TENANT_REQUEST_RATE = "tenant_request_rate"
@@ -39,7 +41,7 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An error as it travels. `code` names its class."""
+    """An error in transit between processes. `code` identifies its class."""
 
     code: str
     message: str
@@ -49,7 +51,7 @@ class ErrorInfo:
 
 
 _BY_CODE: dict[str, type[PdserveError]] = {}
-# What a status means that comes without an error of ours.
+# The error class for a gRPC status without a pdserve error in its metadata.
 BY_STATUS: dict[grpc.StatusCode, type[PdserveError]] = {}
 
 
@@ -100,16 +102,20 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and answer do not fit the model's context."""
 
 
+class UnsupportedMediaType(InvalidRequest, code="unsupported_media_type", http=415):
+    """The body does not have the content type of the endpoint."""
+
+
 class Unauthenticated(ClientError, code="invalid_api_key", http=401):
     """The caller has not authenticated."""
 
 
 class PermissionDenied(ClientError, code="permission_denied", http=403):
-    """The caller lacks the role."""
+    """The caller lacks the required role."""
 
 
 class NotFound(ClientError, code="not_found", http=404):
-    """There is nothing of this name."""
+    """The named resource does not exist."""
 
 
 class ModelNotFound(ClientError, code="model_not_found", http=404):
@@ -124,8 +130,20 @@ class KeyReused(ClientError, code="idempotency_key_reused", http=422):
     """The idempotency key belongs to another request."""
 
 
+class PoisonRequest(ClientError, code="poison_request", http=422):
+    """Workers died while they ran this request. It is not retried, to protect other workers."""
+
+
+class AnswerNotParsed(ClientError, code="answer_not_parsed", http=422):
+    """Parsing tool calls and reasoning of this answer failed or timed out."""
+
+
 class RequestTooLarge(ClientError, code="request_too_large", http=413):
     """The body exceeds the limit."""
+
+
+class QuotaExceeded(ClientError, code="quota_exceeded", http=403):
+    """The tenant's stored data has reached its limit. The message names limit and usage."""
 
 
 class Cancelled(ClientError, code="cancelled", http=499):
@@ -156,16 +174,20 @@ class WorkerFailed(ServiceError, code="worker_failed", http=502):
     """A worker died or broke its protocol."""
 
 
+class EngineDied(WorkerFailed, code="engine_died"):
+    """The worker's engine died while it ran the request. The worker process exits."""
+
+
 class TransferFailed(WorkerFailed, code="transfer_failed"):
     """The KV blocks of a request did not arrive at the decode worker."""
 
 
 class TransferCorrupted(TransferFailed, code="transfer_corrupted"):
-    """The KV blocks of a request were damaged, also after one retry."""
+    """The KV blocks of a request did not match their digests, also after one retry."""
 
 
 class ParserFailed(ServiceError, code="parser_failed"):
-    """Tool calls and reasoning in the answer could not be found."""
+    """The router cannot parse tool calls and reasoning: no parser process, or no fitting parser."""
 
 
 class InternalError(ServiceError, code="internal_error"):
@@ -177,16 +199,21 @@ class ConfigError(PdserveError, code="config_error"):
 
 
 def from_info(info: ErrorInfo) -> PdserveError:
-    """Return the error that `info` describes. An unknown code is an InternalError."""
+    """Return the error that `info` describes. An unknown code becomes an InternalError."""
     cls = _BY_CODE.get(info.code, InternalError)
     return cls(info.message, field=info.field, retry_after_s=info.retry_after_s, reason=info.reason)
 
 
+def printable(text: str) -> str:
+    """Return a text of a stranger for a message, without characters that steer a terminal."""
+    return "".join(x if x.isprintable() else " " for x in text)
+
+
 def is_service_error(code: str) -> bool:
-    """Return True if the code is that of an error for which the service is at fault."""
+    """Return True if errors with this code are the service's fault."""
     return issubclass(_BY_CODE.get(code, ClientError), ServiceError)
 
 
 def wait_s(error: PdserveError) -> float:
-    """Return the seconds after which a retry makes sense: at least 1, or 0 if none does."""
+    """Return Retry-After in seconds: at least 1, or 0 if a retry cannot help."""
     return max(1.0, error.retry_after_s) if error.http_status in (429, 503) else 0.0

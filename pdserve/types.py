@@ -1,4 +1,4 @@
-"""Values shared by router and workers. No I/O, clock or protobuf."""
+"""Values shared by router and workers. This module uses no I/O, clock or protobuf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """The phases that a worker runs."""
+    """The role of a worker: the phases that it runs."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -24,7 +24,7 @@ class Role(StrEnum):
 
 
 class ServiceClass(StrEnum):
-    """Interactive requests are served before batch requests."""
+    """Priority class of a request. Interactive requests are served before batch requests."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
@@ -47,13 +47,13 @@ class Constraint(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
-    STRUCTURAL_TAG = "structural_tag"  # JSON of one of xgrammar's, which vLLM's parsers make
+    STRUCTURAL_TAG = "structural_tag"  # JSON of an xgrammar structural tag, from vLLM's parsers
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A constraint on the answer: the JSON text of a schema, a pattern or a grammar in `value`, or
-    `choices`."""
+    """A constraint on the answer. `value` is the JSON text of a schema, a pattern or a grammar; the
+    kind CHOICE has `choices` instead."""
 
     kind: Constraint
     value: str = ""
@@ -66,7 +66,8 @@ def _refuse(field_name: str, reason: str) -> None:
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters as in vLLM. Raises InvalidRequest naming the field."""
+    """Sampling parameters as in vLLM. Construction raises InvalidRequest naming the invalid
+    field."""
 
     max_tokens: int = 16
     n: int = 1
@@ -111,18 +112,18 @@ class SamplingParams:
 
     @property
     def _has_seed(self) -> bool:
-        # vLLM reads -1 as none.
+        # vLLM treats a seed of -1 as no seed.
         return self.seed is not None and self.seed != -1
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Return the parameters of one of the `n` answers. Each has the next seed, as in vLLM
-        (ParentRequest in vllm/v1/engine/parallel_sampling.py)."""
+        """Return the parameters of the answer with this index of `n`. Its seed is `seed + index`,
+        as in vLLM (ParentRequest in vllm/v1/engine/parallel_sampling.py)."""
         seed = (self.seed or 0) + index if self._has_seed else None
         prompt_logprobs = None if index else self.prompt_logprobs
         return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
     def check_supported(self, unsupported_fields: tuple[str, ...]) -> None:
-        """Raise UnsupportedField if one of these parameters asks for something."""
+        """Raise UnsupportedField if one of these fields is set."""
         for field_name in unsupported_fields:
             if getattr(self, field_name, None):
                 text = f"'{field_name}' is not supported by the engine of this model"
@@ -130,6 +131,9 @@ class SamplingParams:
 
 
 MAX_STOP_STRINGS = 16
+MODALITIES = ("image",)
+MAX_MEDIA_HASH = 128  # characters
+MAX_MEDIA_METADATA = 2048  # bytes of one item
 MAX_SEED = (1 << 63) - 1
 MAX_LOGPROBS = 20
 RANGES: tuple[tuple[str, float, float], ...] = (
@@ -152,8 +156,8 @@ _RANGED = attrgetter(*(name for name, _, _ in RANGES))
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token at one position. `rank` 1 is the likeliest, 0 the first of a prompt, which has no
-    logprob."""
+    """One token at one position. `rank` 1 is the most likely token. Rank 0 marks the first prompt
+    token, which has no logprob."""
 
     token_id: int
     text: str
@@ -163,7 +167,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The sampled token, or that of the prompt, and the requested alternatives, best first."""
+    """The sampled token or prompt token, and the requested alternatives, best first."""
 
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -171,8 +175,8 @@ class PositionLogprobs:
 
 @dataclass(slots=True)
 class TransferReport:
-    """A finished transfer. `transfer_s` is the time during which bytes were moved, `exposed_s` the
-    part after prefill ended. `digest_mismatches` counts chunks that were sent again."""
+    """A finished KV transfer. `transfer_s`: time during which bytes were moved. `exposed_s`: the
+    part of it after prefill ended. `digest_mismatches`: chunks that were sent again."""
 
     transfer_s: float
     exposed_s: float
@@ -181,7 +185,7 @@ class TransferReport:
     transport: str
     digest_mismatches: int = 0
 
-    def beside(self, other: TransferReport) -> TransferReport:
+    def merged_with(self, other: TransferReport) -> TransferReport:
         """Return the report of a transfer whose two halves filled the same blocks concurrently."""
         return TransferReport(
             max(self.transfer_s, other.transfer_s),
@@ -195,8 +199,8 @@ class TransferReport:
 
 @dataclass(slots=True)
 class PhaseReport:
-    """The cost of a request on one worker. The last three are its shares of the engine's steps and
-    of their energy, which is None if it is not measured."""
+    """The cost of a request on one worker. `prefill_busy_s` and `decode_busy_s` are its shares of
+    the engine's steps, `energy_j` of their energy; None if energy is not measured."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -210,11 +214,11 @@ class PhaseReport:
 
 @dataclass(slots=True)
 class StreamDelta:
-    """The output of one engine step for one request. The first one of a prefill has
-    `prompt_logprobs`, if they were asked for. The last one has a finish reason and a report, for a
-    prefill with sequential handoff a `kv_handle`, and for an exported stream the number of
-    its output tokens as `exported_tokens`. A pooling request has one, with the `embedding`
-    (float32, little-endian)."""
+    """The output of one engine step for one request. `prompt_logprobs`, if requested, are in the
+    first delta of a prefill. The last delta has a finish reason and a report. It also has a
+    `kv_handle` after a prefill with sequential handoff, and the number of output tokens
+    (`exported_tokens`) of an exported stream. A pooling request has a single delta, with the
+    `embedding` (float32, little-endian)."""
 
     stream_id: int
     token_ids: tuple[int, ...] = ()
@@ -232,8 +236,8 @@ class StreamDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call. The first one of a call has its id and name; `arguments` are pieces
-    of one JSON text."""
+    """A piece of a tool call. The first delta of a call has its id and name. The `arguments` of all
+    deltas together are one JSON text."""
 
     index: int
     id: str = ""
@@ -243,19 +247,21 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts as the OpenAI API counts them."""
+    """Token counts as defined by the OpenAI API."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    reasoning_tokens: int = 0  # of the completion, where reasoning is parsed
+    reasoning_tokens: int = 0  # part of completion_tokens, if reasoning is parsed
 
 
 @dataclass(slots=True)
 class Receipt:
-    """The cost of one request by phase, and the workers that ran it. `predicted_ttft_s` is the
-    predicted time from placement to the first token, or 0 if unknown. `cost` is in the unit of
-    router.prices, None if a worker has no price; `energy_j` is None if one measures none."""
+    """The cost of one request by phase, and the workers that ran it. `predicted_ttft_s`: predicted
+    time from placement to the first token, 0 if unknown. `cost`: in the unit of router.prices, None
+    if a worker has no price. `energy_j`: None if a worker measures no energy. `images`: number of
+    images in the prompt. `render_s`: time to fetch and render them, before the request was queued.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -273,6 +279,8 @@ class Receipt:
     predicted_ttft_s: float = 0.0
     cost: float | None = None
     energy_j: float | None = None
+    images: int = 0
+    render_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +294,37 @@ class Adapter:
 
     @property
     def key(self) -> str:
-        """Its name in engines and in prefix hashes: another revision finds no KV of this one."""
+        """The name in engines and prefix hashes. It has the digest, so that another revision cannot
+        use KV of this one."""
         return f"{self.name}@{self.digest}"
 
 
 @dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A processed image of a prompt. `hash` identifies its content and the processor's options.
+
+    `offset`, `length`: its placeholder tokens in the prompt. `is_embed`: which of these tokens get
+    embeddings, one bit each, lowest bit first; empty means all. `metadata`: the fields that decode
+    needs. `data`: all fields, empty if only decode gets the item.
+    """
+
+    modality: str
+    hash: str
+    offset: int
+    length: int
+    is_embed: bytes = b""
+    metadata: bytes = field(default=b"", repr=False)
+    data: bytes = field(default=b"", repr=False)
+
+    def without_data(self) -> MediaItem:
+        """Return the item as decode workers get it."""
+        return replace(self, data=b"")
+
+
+@dataclass(frozen=True, slots=True)
 class ReasoningGate:
-    """The constraint on an answer holds after its reasoning, whose end vLLM's reasoning parser of
-    this name finds. `kwargs_json` are the parser's arguments."""
+    """Delays the constraint on an answer until its reasoning has ended. `parser` is the name of the
+    vLLM reasoning parser that finds the end, `kwargs_json` its arguments."""
 
     parser: str
     kwargs_json: str
@@ -301,10 +332,11 @@ class ReasoningGate:
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How tool calls and reasoning are found in an answer: by vLLM's parsers of these names, "" for
-    none. `tokenizer` is ModelInfo.tokenizer, and `tokenizer_files` its files. `request_json` is the
-    body of vLLM's chat request without the conversation, and `reasoning_kwargs_json` are the
-    arguments of its reasoning parser."""
+    """Parameters for parsing tool calls and reasoning in an answer. `tool_parser` and
+    `reasoning_parser` are names of vLLM's parsers, "" for none. `tokenizer` is
+    ModelInfo.tokenizer, `tokenizer_files` are its files. `request_json` is the body of vLLM's chat
+    request without the conversation. `reasoning_kwargs_json` are the reasoning parser's
+    arguments."""
 
     tokenizer: str
     tokenizer_files: Mapping[str, bytes] = field(repr=False)
@@ -316,11 +348,11 @@ class Parsing:
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """One request as the router works on it: tokenised, checked, with its deadline as a point on
-    the event loop's clock (see pdserve.deadline). A lower `priority` is served earlier, as in vLLM;
-    `tenant` is empty where no API keys are asked for. `resume` are tokens of the answer that the
-    client has from elsewhere already. Only requests with the same `cache_salt` share cached
-    prefixes."""
+    """A tokenised and validated request in the router. `deadline` is a time on the event loop's
+    clock (see pdserve.net.deadline). A lower `priority` is served earlier, as in vLLM. `tenant` is
+    empty if no API keys are required. `resume` are answer tokens that the client already has from
+    another router. Only requests with the same `cache_salt` share cached prefixes. `media`: the
+    prompt's images, which took `render_s` to fetch and render."""
 
     request_id: str
     model: str
@@ -330,17 +362,19 @@ class GenerateRequest:
     priority: int = 0
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
-    traceparent: str = ""  # of the client, or of the router's own span
+    traceparent: str = ""  # from the client, or of the router's own span
     resume: tuple[int, ...] = ()
     adapter: Adapter | None = None
     cache_salt: str = field(default="", repr=False)
     parsing: Parsing | None = None
     reasoning_gate: ReasoningGate | None = None
-    second_text_at: int = 0  # in the tokens of a pair of texts, for a cross-encoder
+    second_text_at: int = 0  # token index of the second text of a pair, for a cross-encoder
+    media: tuple[MediaItem, ...] = ()
+    render_s: float = 0.0
 
     @property
     def served_name(self) -> str:
-        """The name that the client asked for: of the adapter, or of the model."""
+        """The requested name: that of the adapter if there is one, else of the model."""
         return self.model if self.adapter is None else self.adapter.name
 
     @property
@@ -348,16 +382,17 @@ class GenerateRequest:
         return "" if self.adapter is None else self.adapter.key
 
     def under(self, traceparent: str) -> GenerateRequest:
-        """Return a copy within another span."""
+        """Return a copy of the request with another parent span."""
         return replace(self, traceparent=traceparent)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model. `path` is where its worker has the files of its tokenizer, and `tokenizer`
-    their digest (tokenizer.py), empty if it has none. `aliases` are further names that it answers
-    to, and `sampling_defaults` the sampling parameters of requests that do not set them. A
-    `cross_encoder` scores pairs of texts, and has no embeddings."""
+    """A served model. `path`: location of the tokenizer's files on the worker. `tokenizer`: their
+    digest (tokenizer.py), empty if there are none. `aliases`: further names of the model.
+    `sampling_defaults`: sampling parameters for requests that do not set them. `cross_encoder`: it
+    scores pairs of texts and has no embeddings. `modalities`: the most items of each kind of media
+    in one prompt; empty if the model takes text alone."""
 
     name: str
     path: str
@@ -368,6 +403,7 @@ class ModelInfo:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     tokenizer: str = ""
     cross_encoder: bool = False
+    modalities: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -375,8 +411,9 @@ class ModelInfo:
 
 
 class HandoffStyle(StrEnum):
-    """When the decode worker gets a request: together with the prefill worker, so that KV is
-    transferred while it is computed, or after prefill has ended with a `kv_handle`."""
+    """The time at which the decode worker gets a request. CONCURRENT: together with the prefill
+    worker, so KV is transferred while it is computed. SEQUENTIAL: after prefill has ended, with its
+    `kv_handle`."""
 
     CONCURRENT = "concurrent"
     SEQUENTIAL = "sequential"
@@ -384,8 +421,8 @@ class HandoffStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """Where a worker's KV is reached: `addresses` by tensor-parallel rank. Only workers with equal
-    `compatibility` exchange KV."""
+    """The endpoint of a worker's KV transfers. `addresses`: by tensor-parallel rank. Only workers
+    with equal `compatibility` exchange KV; `layout` explains its value."""
 
     addresses: tuple[str, ...]
     compatibility: str
@@ -395,17 +432,27 @@ class KvEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A worker as it registers.
+class EngineLimits:
+    """Limits of an engine step, under vLLM's names: requests, tokens (0: a prompt of any length is
+    one step), and LoRA adapters (0: the engine supports none)."""
 
-    `instance_id` changes at every start of its process. `address` serves gRPC (control), and
-    `session_address` the sessions of routers. `settings` are what else of its engine bears on
-    speed; `debug_address` is its HTTP listener's, or "". `max_loras` is how many LoRA adapters run
-    at a time, 0 if the engine takes none. `unsupported_fields` are sampling parameters that the
-    engine refuses. `topology` has the labels of where it runs: region, zone, rack and host, as far
-    as they are configured. `revision` names what it was deployed from, "" if nothing does. `device`
-    is the name of its GPUs, or "cpu", and `devices` the number of GPUs or cores; `energy` is what
-    counts their energy, "nvml" or "rapl", or why nothing does.
+    max_num_seqs: int
+    max_num_batched_tokens: int = 0
+    max_loras: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker's registration.
+
+    `instance_id` changes at every start of the process. `address` serves gRPC (control),
+    `session_address` the sessions of routers, `debug_address` HTTP ("" if there is none).
+    `settings`: other effective engine settings that affect speed, for display.
+    `unsupported_fields`: sampling parameters that the engine rejects. `topology`: the configured
+    labels of region, zone and host. `revision`: the deployed revision, or "". `device`: name of
+    the GPUs, or "cpu". `devices`: number of GPUs or cores. `energy`: the energy meter, "nvml" or
+    "rapl", or the reason why there is none. `cores`, `gpus`: what it may use: CPU cores, and NVML
+    indexes of GPUs, empty for all.
     """
 
     worker_id: str
@@ -416,26 +463,27 @@ class WorkerInfo:
     kv: KvEndpoint | None
     block_size: int
     total_blocks: int
-    max_num_seqs: int
+    limits: EngineLimits
     pid: int = 0
     engine: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     debug_address: str = ""
     session_address: str = ""
-    max_loras: int = 0
     unsupported_fields: tuple[str, ...] = ()
     topology: Mapping[str, str] = field(default_factory=dict)
     revision: str = ""
     device: str = ""
     devices: int = 0
     energy: str = ""
+    cores: int = 0
+    gpus: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class WorkerLoad:
-    """Load with vLLM's names. `progress` grows while the engine makes steps. `step_allowance_s` is
-    the expected upper bound of the current step, `tier_token_s` the mean time to load a prompt
-    token from host memory, 0 before the first load."""
+    """A worker's load, under vLLM's names. `progress` grows while the engine makes steps.
+    `step_allowance_s`: expected upper bound of the current step. `tier_token_s`: mean time to load
+    a prompt token from host memory, 0 before the first load."""
 
     num_waiting_reqs: int
     num_running_reqs: int
@@ -447,15 +495,16 @@ class WorkerLoad:
     tier_token_s: float = 0.0
 
 
-# The kind of an Account's time without work.
+# The Account kind for time without work.
 IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a worker used since it last told a router, as far as no report of a request has it:
-    seconds and joules by kind, IDLE or why no answer needs the work. `open_s` are the shares of
-    open requests, which are lost with the worker; `busy_s` the seconds of all steps so far."""
+    """A worker's resource use since its last report to any router, in seconds and joules by kind:
+    IDLE, or the reason why the work was wasted. Excludes the PhaseReports of finished requests.
+    `open_s`: shares of open requests, which are lost if the worker dies. `busy_s`: total of all
+    steps since the start."""
 
     seconds: Mapping[str, float]
     energy_j: Mapping[str, float]
@@ -465,7 +514,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class KvLedger:
-    """Blocks pinned for transfers now. pinned = in flight + leased."""
+    """Blocks that are currently pinned for transfers: pinned = in flight + leased."""
 
     in_flight_blocks: int = 0
     leased_blocks: int = 0
@@ -483,12 +532,12 @@ class KvLedger:
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """A worker's KV plane in figures. `links` counts those that are up, by transport; `downgrades`
-    has those that use a slower transport than they should, by the producer's instance id: which
-    one, and why. `totals` is what has happened since the worker started, by name. A quarantined
-    slot is a peer's way into this worker's memory, or staging of a transport, that was given up and
-    is not known to be idle.
-    `held_bytes` is what transports hold beside the KV cache, on its device."""
+    """Statistics of a worker's KV transfers. `links`: number of connected links by transport.
+    `totals`: counters since the worker started, by name. `quarantined_slots`: a slot is a peer's
+    access to this worker's memory, or a transport's staging buffer. It is quarantined when it is no
+    longer used but a peer may still write to it. `held_bytes`: device memory of transports besides
+    the KV cache. `downgrades`: links that use a slower transport than they could, by the producer's
+    instance id, with the transport and the reason."""
 
     ledger: KvLedger
     quarantined_slots: int = 0

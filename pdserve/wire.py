@@ -1,4 +1,4 @@
-"""Convert types to protobuf and back. Wrong input raises InvalidRequest naming the field."""
+"""Conversion between types and protobuf. Invalid input raises InvalidRequest naming the field."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from google.protobuf.json_format import MessageToDict
+
 from pdserve import types as t
 from pdserve.errors import ErrorInfo, InvalidRequest, PdserveError
-from pdserve.step_moments import Moments, StepMoments
+from pdserve.observe.step_costs import Moments, StepMoments
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from pdserve.step_moments import Step
+    from google.protobuf.message import Message
+
+    from pdserve.observe.step_costs import Step
 
 T = TypeVar("T")
 M = TypeVar("M")
+
+_MAX_DRAIN_S = 86400.0
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 
@@ -33,8 +39,22 @@ _ROLE_FROM_PB = {v: k for k, v in _ROLE_TO_PB.items()}
 
 
 def is_name(text: str) -> bool:
-    """Return True for what a peer may name a count or a reason."""
+    """Return True if a peer may use `text` as the name of a count or a reason. Such names become
+    metric labels."""
     return _NAME.fullmatch(text) is not None
+
+
+def json_object(message: Message) -> dict[str, Any]:
+    """Return a message for printing as JSON, fields without a value included."""
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def check_drain_timeout(seconds: float, *, field: str) -> None:
+    """Raise InvalidRequest unless a drain may take this time: 0 to a day."""
+    if not 0 <= seconds <= _MAX_DRAIN_S:  # NaN too
+        raise InvalidRequest(f"{field} must be between 0 and {_MAX_DRAIN_S:g}", field=field)
 
 
 def finish_to_pb(reason: t.FinishReason | None) -> c.FinishReason:
@@ -76,8 +96,8 @@ def _codec(
     **fields: tuple[Callable[[Any], Any], Callable[[Any], Any]],
 ) -> tuple[Callable[[T], M], Callable[[M], T]]:
     """Return the functions that convert a dataclass to and from a message with the same fields.
-    `fields` gives those that need more than a copy: how each is written, and how it is read. Fields
-    in `optional` are None if the message lacks them."""
+    `fields` has the (write, read) converters of fields that are not simply copied. Fields in
+    `optional` are None if the message lacks them."""
     names: tuple[str, ...] = cls.__slots__  # type: ignore[attr-defined]
     values_of = attrgetter(*names)
 
@@ -88,7 +108,7 @@ def _codec(
                 values[name] = convert(values[name])
         return pb(**values)
 
-    # A list and positions: the router reads the report of each request.
+    # Positions in a list are faster than a dict, and the router reads a report for each request.
     reads = [(names.index(name), name in optional, name, x[1]) for name, x in fields.items()]
 
     def read(message: M) -> T:
@@ -160,6 +180,33 @@ moments_to_pb, _moments_from_pb = _codec(
 )
 
 
+media_to_pb, _media_from_pb = _codec(t.MediaItem, w.MediaItem)
+
+
+def media_from_pb(messages: Sequence[w.MediaItem], prompt_tokens: int) -> tuple[t.MediaItem, ...]:
+    """Return the media of a prompt with so many tokens. Raises InvalidRequest naming the item, for
+    example for placeholder tokens outside the prompt. Items may overlap: a text token between two
+    images can belong to both."""
+    before = -1
+    for index, item in enumerate(messages):
+        reason = ""
+        if item.modality not in t.MODALITIES:
+            reason = f"modality must be one of {', '.join(t.MODALITIES)}"
+        elif not 0 < len(item.hash) <= t.MAX_MEDIA_HASH:
+            reason = f"hash must have 1 to {t.MAX_MEDIA_HASH} characters"
+        elif not before < item.offset < item.offset + item.length <= prompt_tokens:
+            placed = f"{item.offset}+{item.length}"
+            reason = f"placeholder tokens {placed} are not in the prompt, or not in order"
+        elif len(item.is_embed) not in (0, -(-item.length // 8)):
+            reason = f"is_embed has {len(item.is_embed)} bytes for {item.length} tokens"
+        elif len(item.metadata) > t.MAX_MEDIA_METADATA:
+            reason = f"metadata has more than {t.MAX_MEDIA_METADATA} bytes"
+        if reason:
+            raise InvalidRequest(f"media[{index}]: {reason}", field=f"media[{index}]")
+        before = item.offset
+    return tuple(map(_media_from_pb, messages))
+
+
 def error_to_pb(error: PdserveError | ErrorInfo) -> c.Error:
     return _error_to_pb(cast("ErrorInfo", error))  # both have the same fields
 
@@ -167,7 +214,7 @@ def error_to_pb(error: PdserveError | ErrorInfo) -> c.Error:
 def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
     if message.finish_reason:
         return _delta_from_pb(message)
-    # Fields of the last delta are not read once a token.
+    # Only the last delta has the other fields, so they are not read for each token.
     logprobs = logprobs_from_pb(message.logprobs)
     delta = t.StreamDelta(message.stream_id, tuple(message.token_ids), message.text, logprobs)
     delta.prompt_logprobs = logprobs_from_pb(message.prompt_logprobs)
@@ -181,13 +228,13 @@ def is_plain(delta: t.StreamDelta) -> bool:
 
 
 def plain_to_pb(rows: list[tuple[int, int, str]]) -> w.PlainTokens:
-    """Return plain deltas, given as (stream id, token id, text)."""
+    """Return the message of plain deltas, given as (stream id, token id, text)."""
     stream_ids, token_ids, texts = zip(*rows, strict=True)
     return w.PlainTokens(stream_ids=stream_ids, token_ids=token_ids, texts=texts)
 
 
 def moments_from_pb(message: w.StepMoments) -> StepMoments:
-    """Raises InvalidRequest for figures that cannot be sums over steps."""
+    """Return the moments in `message`. Raises InvalidRequest if they cannot be sums over steps."""
     moments = _moments_from_pb(message)
     for name in ("prefill", "decode"):
         if not getattr(moments, name).is_sound:
@@ -227,7 +274,8 @@ def _check_amounts(amounts: Mapping[str, float], field: str) -> None:
 
 
 def kv_report_from_pb(message: w.KvReport) -> t.KvReport:
-    """Raises InvalidRequest for names that no metric can have and for totals below 0."""
+    """Return the report in `message`. Raises InvalidRequest for totals below 0 and for invalid
+    metric names."""
     _check_amounts(message.totals, "kv.totals")
     return _kv_report_from_pb(message)
 
@@ -236,7 +284,8 @@ account_to_pb, _account_from_pb = _codec(t.Account, w.Account, seconds=_MAP, ene
 
 
 def account_from_pb(message: w.Account) -> t.Account:
-    """Raises InvalidRequest for kinds that no label can have and for amounts below 0."""
+    """Return the account in `message`. Raises InvalidRequest for amounts below 0 and for kinds that
+    are invalid label values."""
     _check_amounts({"open_s": message.open_s, "busy_s": message.busy_s}, "account")
     _check_amounts(message.seconds, "account.seconds")
     _check_amounts(message.energy_j, "account.energy_j")
@@ -256,20 +305,23 @@ worker_to_pb, _worker_from_pb = _codec(
     w.WorkerInfo,
     optional=("kv",),
     role=(role_to_pb, role_from_pb),
-    model=_codec(t.ModelInfo, w.ModelInfo, aliases=_TUPLE, sampling_defaults=_MAP),
+    model=_codec(t.ModelInfo, w.ModelInfo, aliases=_TUPLE, sampling_defaults=_MAP, modalities=_MAP),
     kv=_KV,
+    limits=_codec(t.EngineLimits, w.EngineLimits),
+    gpus=_TUPLE,
     settings=_MAP,
     unsupported_fields=_TUPLE,
     topology=_MAP,
 )
 _REQUIRED = (
-    *("worker_id", "instance_id", "address", "block_size", "total_blocks", "max_num_seqs"),
-    *("model.name", "model.max_model_len", "model.vocab_size"),
+    *("worker_id", "instance_id", "address", "block_size", "total_blocks"),
+    *("limits.max_num_seqs", "model.name", "model.max_model_len", "model.vocab_size"),
 )
 
 
 def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
-    """Raises InvalidRequest for a message that lacks what routing needs."""
+    """Return the registration in `message`. Raises InvalidRequest if a field that routing needs is
+    missing or invalid."""
     for name in _REQUIRED:
         if not attrgetter(name)(message):
             raise InvalidRequest(f"worker.{name} is missing", field=f"worker.{name}")
@@ -286,14 +338,14 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
     return _worker_from_pb(message)
 
 
-# Sampling parameters: a field that is not set has vLLM's default.
+# Sampling parameters. An unset field of the message means vLLM's default.
 
 _SAMPLING = t.SamplingParams.__slots__
 _sampling_of = attrgetter(*_SAMPLING)
 _DEFAULTS = _sampling_of(t.SamplingParams())
 
 
-def _structured_to_pb(value: t.StructuredOutput) -> c.StructuredOutput:
+def structured_to_pb(value: t.StructuredOutput) -> c.StructuredOutput:
     if value.kind is t.Constraint.CHOICE:
         return c.StructuredOutput(choice=c.StructuredOutput.Choices(value=value.choices))
     given = True if value.kind is t.Constraint.JSON_OBJECT else value.value
@@ -319,11 +371,11 @@ _SAMPLING_FROM_PB: dict[str, Callable[[Any], Any]] = {
 
 
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
-    """Defaults are left out, because requests set few fields."""
+    """Return the message of `params` without default values: most requests set few fields."""
     values = zip(_SAMPLING, _sampling_of(params), _DEFAULTS, strict=True)
     given: dict[str, Any] = {name: value for name, value, default in values if value != default}
     if params.structured_output is not None:
-        given["structured_output"] = _structured_to_pb(params.structured_output)
+        given["structured_output"] = structured_to_pb(params.structured_output)
     given["max_tokens"] = params.max_tokens
     return c.SamplingParams(**given)
 

@@ -1,10 +1,12 @@
-"""The router's Prometheus metrics.
+"""Prometheus metrics of the router.
 
-A request is observed once, at its end. Workers are counted when metrics are read.
+A request is observed once, at its end. Workers are counted when the metrics are scraped.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter as Tally
 from collections import defaultdict
 from functools import partial
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from pdserve.metrics import (
+from pdserve.observe.metrics import (
     METRICS,
     Histogram,
     Kind,
@@ -33,24 +35,37 @@ if TYPE_CHECKING:
 
     from pdserve.config import SloConfig
     from pdserve.errors import PdserveError
-    from pdserve.metrics import Labelled, Row
+    from pdserve.observe.metrics import Labelled, Row
     from pdserve.types import Receipt, Usage
     from router.admission import AdmissionController
+    from router.admission.memory import MemoryGuard
+    from router.fleet.prefix_watch import PrefixWatcher
     from router.fleet.registry import Fleet
-    from router.prefix import PrefixWatcher
+    from router.placement.revisions import RevisionShares
 
+# Named here, so that each exists from the start and a misspelt name is a KeyError.
 _COUNTERS = (
     *("requests", "refusals", "fallbacks", "continuations", "slo_requests"),
     *("prompt_tokens", "cached_tokens", "generation_tokens", "kv_transfer_bytes"),
-    *("pair_probes", "worker_probes", "parser_divergences", "parser_restarts"),
-    *("revision_requests", "tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
+    *("pair_probes", "worker_probes", "parser_restarts"),
+    *("body_process_failures", "responses_not_stored", "revision_requests"),
+    *("tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
     *("engine_seconds", "cost", "energy_joules", "cost_saved"),
 )
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")
 
 
+async def measure_loop_lag(observe: Callable[[float], None], period_s: float = 0.1) -> None:
+    """Observe the delay of the event loop in seconds, once per period."""
+    while True:
+        # Not loop.time(): uvloop updates it once per iteration, so it misses slow callbacks.
+        due = time.monotonic() + period_s
+        await asyncio.sleep(period_s)
+        observe(max(0.0, time.monotonic() - due))
+
+
 class _Histograms(dict[tuple[str, ...], Histogram]):
-    """Those of one metric by their labels, each made when it is first asked for."""
+    """Histograms of one metric by their labels, each made at its first use."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -61,8 +76,8 @@ class _Histograms(dict[tuple[str, ...], Histogram]):
 
 
 class RouterMetrics(Collector):
-    """All metrics of one router. Counters and histograms are plain numbers: they cost a request a
-    tenth of those of prometheus_client."""
+    """All metrics of one router. Counters and histograms are plain numbers, because those of
+    prometheus_client cost a request ten times as much."""
 
     def __init__(self, slo: SloConfig) -> None:
         self.registry = CollectorRegistry()
@@ -73,12 +88,12 @@ class RouterMetrics(Collector):
             for spec in METRICS.values()
             if spec.kind is Kind.HISTOGRAM
         }
-        # What is read elsewhere: the name, and what returns its rows.
+        # Metrics read from other parts at each scrape: name, and function that returns the rows.
         self._readings: list[tuple[str, Callable[[], Iterable[Row]]]] = []
         self.registry.register(self)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return what Prometheus reads, and its content type, as `pdserve.metrics.render` does."""
+        """Return the exposition for Prometheus and its content type."""
         return render(self.registry, accept)
 
     def collect(self) -> Iterator[Metric]:
@@ -94,10 +109,11 @@ class RouterMetrics(Collector):
         fleet: Fleet,
         admission: AdmissionController,
         watcher: PrefixWatcher | None,
+        shares: RevisionShares,
         role_loads: Callable[[], Iterable[Row]],
         roles_wanted: Callable[[], Iterable[Row]],
     ) -> None:
-        """Report their state whenever the metrics are read."""
+        """Add metrics that read the state of these parts at each scrape."""
 
         def show(name: str, rows: Callable[[], Iterable[Row]]) -> None:
             self._readings.append((name, rows))
@@ -116,7 +132,7 @@ class RouterMetrics(Collector):
         show("role_load", role_loads)
         show("role_workers_wanted", roles_wanted)
         show("tenant_requests_open", open_requests)
-        show("revision_share", partial(_revision_shares, fleet))
+        show("revision_share", partial(_revision_shares, shares))
         show_one("requests_running", lambda: admission.running)
         show_one("requests_queued", lambda: admission.queued)
         show_one("kv_ejected_pairs", lambda: len(fleet.outliers.ejected(fleet.now())))
@@ -124,6 +140,14 @@ class RouterMetrics(Collector):
         if watcher is not None:
             index = watcher.index
             show_one("prefix_blocks", lambda: len(index))
+
+    def watch_memory(self, memory: MemoryGuard) -> None:
+        """Add metrics that read the memory guard at each scrape."""
+        self._readings += [
+            ("memory_used_bytes", lambda: [((), memory.used)]),
+            ("memory_limit_bytes", lambda: [((), memory.limit)]),
+            ("memory_refusals", lambda: [((), memory.refused)]),
+        ]
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         self._counts[name][labels] += by
@@ -135,7 +159,7 @@ class RouterMetrics(Collector):
         return self._histograms[name][labels]
 
     def refused(self, model: str, tenant: str, error: PdserveError) -> None:
-        """A request ended before anything was sent to a worker."""
+        """Count a request that ended before anything was sent to a worker."""
         self.count("refusals", model, error.code, error.reason)
         if tenant:
             self.count("tenant_refusals", tenant, error.code, error.reason)
@@ -154,12 +178,15 @@ class RouterMetrics(Collector):
         trace_id: str,
         revision: str | None = None,
     ) -> None:
-        """A request was answered in full. The client had `resumed` tokens before; `longest` is the
-        length of the longest answer; `trace_id` is empty if the request is not traced. `revision`
-        is None if its model has no weights."""
+        """Observe a request that was answered in full.
+
+        `resumed`: tokens that the client had before. `longest`: length of the longest answer.
+        `trace_id`: "" if the request is not traced. `revision`: None if its model has no weights.
+        """
         self.histogram("time_to_first_token_seconds", model).observe(ttft_s, 1, trace_id)
         self.histogram("e2e_request_seconds", model).observe(e2e_s, 1, trace_id)
         self._judge(model, revision, "ttft", ttft_s <= self._slo.ttft_s)
+        # One token has no gap to another.
         if longest > 1:
             tpot_s = (e2e_s - ttft_s) / (longest - 1)
             self.histogram("time_per_output_token_seconds", model).observe(tpot_s, 1, trace_id)
@@ -175,6 +202,7 @@ class RouterMetrics(Collector):
             self.count("kv_transfer_bytes", model, by=receipt.transfer_bytes)
         self.count("prompt_tokens", model, by=usage.prompt_tokens)
         self.count("cached_tokens", model, by=usage.cached_tokens)
+        # The router that began the answer counted the resumed tokens.
         self.count("generation_tokens", model, by=usage.completion_tokens - resumed)
         if tenant:
             self.count("tenant_answers", tenant)
@@ -186,52 +214,56 @@ class RouterMetrics(Collector):
         self.count_revision(model, revision, slo, *([f"{slo}_met"] if is_met else ()))
 
     def count_revision(self, model: str, revision: str | None, *results: str) -> None:
-        """Count for a revision, if the request has one: its model has weights."""
+        """Count results of a request for its revision. Does nothing if its model has no weights."""
         if revision is not None:
             for result in results:
                 self.count("revision_requests", model, revision, result)
 
     def of_revision(self, model: str, revision: str) -> dict[str, int]:
-        """Return what was counted for a revision, by result."""
+        """Return the counts of a revision by result."""
         found = self._counts["revision_requests"].items()
         return {x[2]: int(n) for x, n in found if x[:2] == (model, revision)}
 
     def keep_revisions(self, model: str, revisions: Collection[str]) -> None:
-        """Forget the other revisions of a model: each rollout brings a new label."""
+        """Drop the counts of other revisions of a model. Each rollout adds a label, so they would
+        grow without bound."""
         rows = self._counts["revision_requests"]
         for labels in [x for x in rows if x[0] == model and x[1] not in revisions]:
             del rows[labels]
 
 
 def _workers(fleet: Fleet, models: set[str]) -> Iterable[Row]:
-    """Yield a row for each role and state of every model that was ever seen: an alert on a number
-    that has become 0 needs the 0. `models` has those of before."""
-    members = fleet.members.values()
+    """Yield a row for each role and state of every model that was ever seen, because an alert on a
+    count that becomes 0 needs the 0. `models` has the names seen before, and is updated."""
+    members = fleet.shown().values()
     counts = Tally((m.info.model.name, m.info.role.value, m.state.value) for m in members)
-    models.update(fleet.models())
+    models.update(m.info.model.name for m in members)
     for labels in product(sorted(models), Role, MemberState):
         yield labels, counts[labels]
 
 
 def _loads(fleet: Fleet, field: str) -> Iterator[Row]:
     for m in fleet.members.values():
-        if m.load is not None and not m.lost:
-            yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(m.load, field)
+        load = m.reported.load
+        if load is not None and not m.lost:
+            yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(load, field)
 
 
-def _revision_shares(fleet: Fleet) -> Iterator[Row]:
-    for model, shares in fleet.shares.items():
-        for revision, share in shares.items():
+def _revision_shares(shares: RevisionShares) -> Iterator[Row]:
+    for model, by_revision in shares.by_model.items():
+        for revision, share in by_revision.items():
             yield (model, revision), share
 
 
 def _busy(fleet: Fleet) -> Iterator[Row]:
     for m in fleet.members.values():
-        if m.busy_s is not None and not m.lost:
-            yield (m.info.model.name, m.info.role.value, m.worker_id), m.busy_s
+        busy_s = m.reported.busy_s
+        if busy_s is not None and not m.lost:
+            yield (m.info.model.name, m.info.role.value, m.worker_id), busy_s
 
 
 def _kv_reports(fleet: Fleet) -> Iterator[Labelled]:
     for member in fleet.members.values():
-        if member.kv is not None and not member.lost:
-            yield member.info, member.kv
+        kv = member.reported.kv
+        if kv is not None and not member.lost:
+            yield member.info, kv

@@ -1,8 +1,9 @@
-"""What holds for every test: a loop that a test leaves has no task of its making in it."""
+"""Settings and fixtures of all tests. No test may leave a task on its event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.patience import HUNG_S, WAIT_S
+from tests.support.timeouts import HUNG_S, WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 TESTS = Path(__file__).parent
-# How long an example takes says more of the machine than of the code. Every run tries the same
-# examples; `--hypothesis-profile=explore` looks for new ones.
+# No deadline, because the duration of an example depends mostly on the machine. Every run tries the
+# same examples; `--hypothesis-profile=explore` tries new ones.
 settings.register_profile(
     "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -28,15 +29,15 @@ settings.register_profile(
 )
 settings.load_profile("quick")
 
-# Programs that are sent Ctrl-C inherit that it is ignored, as a shell has it for what it starts in
-# the background.
+# A shell makes programs that it starts in the background ignore SIGINT. Undo this, because child
+# processes inherit it and tests send them Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-pytest_plugins = ["tests.e2e.fixtures"]
-# The folder of a test is its tier. Those that take longest start first, so that all processes end
-# together.
+pytest_plugins = ["tests.support.engine_fixtures", "tests.support.served_demo"]
+# The folder of a test is its tier. The slowest tiers start first, so that all processes of a run
+# end at about the same time.
 _FOLDERS = ("slow", "e2e", "integration", "gpu", "unit")
 
 
@@ -56,8 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _ByFile(LoadScopeScheduling):
-    """Gives each file to one process, and the whole of e2e, whose tests share engines. (Groups of
-    pytest-xdist 3.8 have no effect with pytest 9.2, which keeps node ids elsewhere.)"""
+    """Assigns each file to one process, and all of e2e to one process, because its tests share
+    engines. Groups of pytest-xdist 3.8 have no effect with pytest 9.2, which stores node ids
+    elsewhere."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
@@ -68,13 +70,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return _ByFile(config, log)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exempt_modules_from_garbage_collection() -> None:
+    """Imported modules are millions of objects, and tests collect garbage hundreds of times. Once a
+    file, because tests import more, and what they test may end the exemption."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 async def no_leaked_tasks() -> AsyncIterator[None]:
-    """Set up before every other fixture of a test, so that it looks after they cleaned up."""
+    """Assert that a test leaves no task. Set up before all other fixtures, so that its check runs
+    after their cleanup."""
     before = asyncio.all_tasks()
     yield
     leaked = asyncio.all_tasks() - before - {asyncio.current_task()}
     if leaked:
-        # gRPC ends its own tasks a moment after `stop` has returned.
+        # gRPC ends its own tasks shortly after `stop` has returned.
         _, leaked = await asyncio.wait(leaked, timeout=WAIT_S)
     assert not leaked, f"still running: {', '.join(sorted(map(repr, leaked)))}"

@@ -1,9 +1,9 @@
-"""A prefix cache as routers see it: by the chain hashes of blocks, each after its parent.
+"""The engine's prefix cache in the form that routers use: chain hashes of blocks, after parents.
 
-Engines name blocks in their own way; the mirror gives each the chain hash of its tokens. A lookup
-in an engine ends at the first missing block, so with a block all blocks after it are withdrawn.
-vLLM evicts the last blocks of a prompt first, so that this is rare; such a block that is still
-cached when its parent comes back is not shown again.
+Engines have their own block keys; the mirror maps each key to the chain hash of the block's tokens.
+An engine's lookup stops at the first missing block, so removing a block withdraws all blocks after
+it. This is rare, because vLLM evicts the last blocks of a prompt first. A withdrawn block that is
+still cached when its parent returns is not reported again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from pdserve import prefix_hash
+from pdserve.model import prefix_hash
 from workers.engine import CacheChange
 
 if TYPE_CHECKING:
@@ -21,10 +21,13 @@ Key = Hashable
 
 
 class CacheMirror:
-    """State: the chain hash and the children of each block by the engine's key, and what changed
-    since `take`. Blocks after one that is not known here are left out: tokens and adapter do not
-    identify one with an image. The same of blocks in host memory: an engine tells their keys alone,
-    so that one is shown once it has been in the cache, too."""
+    """The mirror. State: chain hash and children of each block by the engine's key, and the changes
+    since `take`; the same for blocks in host memory.
+
+    A block whose parent is unknown here is ignored. Such a parent may contain an image, which
+    tokens and adapter do not identify. Engines report only keys for blocks in host memory, so such
+    a block appears only if it was in the main cache before.
+    """
 
     def __init__(self, model: str, block_size: int) -> None:
         self._model = model
@@ -45,7 +48,7 @@ class CacheMirror:
         return key in self._hashes
 
     def root(self, adapter: str = "", cache_salt: str = "") -> int:
-        """Return the seed of the first block of a prompt for the model, or for an adapter of it."""
+        """Return the hash seed of a prompt's first block, for the model or one of its adapters."""
         return prefix_hash.root(self._model, self._block_size, adapter, cache_salt)
 
     def store(
@@ -56,8 +59,8 @@ class CacheMirror:
         adapter: str = "",
         cache_salt: str = "",
     ) -> None:
-        """Add blocks that follow one another after `parent`; `token_ids` are those of all of them.
-        Known blocks are skipped."""
+        """Add consecutive blocks after `parent`. `token_ids` are the tokens of all of them. Known
+        blocks are skipped."""
         skipped = 0
         while skipped < len(keys) and keys[skipped] in self._hashes:
             parent = keys[skipped]
@@ -70,7 +73,7 @@ class CacheMirror:
         hashes = prefix_hash.chain(token_ids[skipped * self._block_size :], self._block_size, seed)
         for key, chain_hash in zip(keys[skipped:], hashes, strict=True):
             if key in self._hashes:
-                self.remove(key)  # it is cached after another parent
+                self.remove(key)  # it was cached after another parent
             self._hashes[key] = chain_hash
             if key in self._tier:
                 self.store_in_tier(key)

@@ -1,54 +1,62 @@
-"""What a worker asks of an inference engine, and what the engine promises.
+"""The interface between a worker and its inference engine, and the engine's promises.
 
 tests/unit/workers/test_fake_engine.py tests these promises on the fake engine, tests/e2e on vLLM:
 
-1.  After `submit`, exactly one delta of the stream carries a finish reason, and it is the last one,
-    unless `cancel` came first: then there may be none.
-2.  The deltas of a stream arrive in order. All deltas of one engine step arrive in one call of
-    `on_step`, on the event loop that called `start`.
-3.  `submit` never blocks. A request that the engine refuses ends with FinishReason.ERROR and an
-    error that names the field.
+1.  After `submit`, exactly one delta of the stream has a finish reason, and it is the last delta.
+    After `cancel` there may be none.
+2.  The deltas of a stream arrive in order. All deltas of one engine step are in one item of
+    `results`.
+3.  `submit` never blocks. A refused request ends with FinishReason.ERROR and an error that names
+    the field.
 4.  A prefill samples exactly one token, reports it, and holds its blocks until the decode worker
-    has them, gave up, or the lease ended. If that token ends the answer, with finish reason `stop`,
-    the blocks are released at once. Otherwise the finish reason is `length`.
+    has them or cancels, or the lease expires. If that token ends the answer, the finish reason is
+    `stop` and the blocks are released at once. Otherwise the finish reason is `length`.
 5.  A decode reserves its blocks, then waits for the KV and the first token from the producer. Its
-    first delta is the token after that one. If the transfer fails, the stream ends with a
-    `transfer_failed` error and without tokens; the engine never recomputes by itself.
+    first delta has the next token. If the transfer fails, the stream ends with a `transfer_failed`
+    error and no tokens; the engine never recomputes the prompt by itself.
 6.  `resume_token_ids` count as generated: they are not reported again, and penalties, seeds, stop
     strings, grammars, minimum and maximum lengths continue as if this engine had sampled them.
-    Logprobs of the prompt are reported with the first token of a prefill, never of a decode or with
+    Prompt logprobs are reported with the first token of a prefill, never by a decode or with
     resumed tokens.
 7.  `cancel` is idempotent, releases the stream's blocks on both sides of a transfer, and ignores
     unknown streams.
-8.  `export` ends a stream. Its last delta has no tokens, `exported_tokens` set to the number of
-    tokens it generated in all, and finish reason `abort`. Its blocks are then held as those of a
+8.  `export` ends a stream. Its last delta has no tokens, finish reason `abort`, and the total
+    number of generated tokens in `exported_tokens`. Its blocks are then held like those of a
     prefill, with the KV of all tokens but the last. If they cannot be held, the last delta has an
-    `unavailable` error; if the stream has ended meanwhile, it has its own last delta.
-9.  `close` ends everything and returns when no thread or process of the engine is left.
+    `unavailable` error. A stream that has ended meanwhile keeps its own last delta.
+9.  `start` returns after a self-test: one prompt, and several in one step. It raises WorkerFailed
+    with the reason if that fails. Its steps count for predictions, and leave no other trace.
+10. `close` ends all streams and returns when no thread or process of the engine is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.errors import ContextLengthExceeded, InvalidRequest
+from pdserve.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
 from pdserve.types import ErrorInfo, FinishReason, StreamDelta
 
 if TYPE_CHECKING:
-    from kv_transfer.snapshot import KvState
+    from collections.abc import Mapping, Sequence
+
+    from kv_transfer.protocol.snapshot import KvState
     from pdserve.errors import PdserveError
     from pdserve.types import (
         Adapter,
+        EngineLimits,
         KvEndpoint,
         KvLedger,
+        MediaItem,
         ModelInfo,
         ReasoningGate,
         SamplingParams,
         WorkerLoad,
     )
-    from workers.accounting import BusyTime
+    from pdserve.v1 import worker_pb2 as w
+    from workers.metering.accounting import BusyTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +70,9 @@ class PrefillPhase:
 class DecodePhase:
     """Receive KV and first token from the worker at `producer_addresses`, then continue.
 
-    Where prefill and decode run one after the other, `kv_handle` is what the prefill's last delta
-    said, and the first token is in `resume_token_ids`. With `live` the producer has decoded all of
-    `resume_token_ids`: the KV of all but the last of them comes, and no token.
+    If decode starts only after prefill, `kv_handle` comes from the prefill's last delta, and the
+    first token is in `resume_token_ids`. With `live` the producer has decoded all of
+    `resume_token_ids`: it sends the KV of all but the last of them, and no token.
     """
 
     transfer_id: str
@@ -76,13 +84,13 @@ class DecodePhase:
 
 @dataclass(frozen=True, slots=True)
 class AggregatedPhase:
-    """Prefill and decode here."""
+    """Prefill and decode on this worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingPhase:
-    """Compute the prompt's embedding, or a cross-encoder's score of a pair of texts; the second one
-    begins at the token `second_text_at`."""
+    """Compute the prompt's embedding, or a cross-encoder's score of two texts. The second text
+    starts at token `second_text_at`."""
 
     second_text_at: int = 0
 
@@ -101,39 +109,49 @@ class Work:
     phase: Phase
     resume_token_ids: tuple[int, ...] = ()
     adapter: str = ""  # key of a loaded LoRA adapter
-    cache_salt: str = field(default="", repr=False)  # requests with another share no cached prefix
+    cache_salt: str = field(default="", repr=False)  # a cached prefix needs an equal salt
     reasoning_gate: ReasoningGate | None = None
+    media: tuple[MediaItem, ...] = ()  # in order of their offsets
+
+    @property
+    def has_all_media(self) -> bool:
+        """True if an engine can compute the prompt, as far as media is concerned."""
+        return all(item.data for item in self.media)
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """How many alternatives to report for each token of the prompt, None for no logprobs."""
+        """Number of alternatives to report for each prompt token; None for no logprobs."""
         is_new = not self.resume_token_ids and not isinstance(self.phase, DecodePhase)
         return self.sampling.prompt_logprobs if is_new else None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a started engine is. `kv` is None if KV cannot leave the engine; `settings` are other
-    settings in effect that bear on its speed; `max_loras` is how many LoRA adapters run at a time,
-    0 if it takes none; `unsupported_fields` are sampling parameters that it refuses."""
+    """Description of a started engine.
+
+    `kv` is None if KV cannot leave the engine. `settings`: other effective engine settings that
+    affect speed, for display. `unsupported_fields`: sampling parameters that the engine refuses.
+    `device`: name of its GPUs. `gpus`: their number, 0 if it computes on CPUs.
+    """
 
     name: str
     model: ModelInfo
     block_size: int
     total_blocks: int
-    max_num_seqs: int
+    limits: EngineLimits
     kv: KvEndpoint | None
     settings: Mapping[str, str] = field(default_factory=dict)
-    max_loras: int = 0
     unsupported_fields: tuple[str, ...] = ()
+    device: str = "cpu"
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """A change of the prefix cache, by the chain hashes of blocks (pdserve/prefix_hash.py).
+    """A change of the prefix cache, by the chain hashes of blocks (pdserve/model/prefix_hash.py).
 
-    First `removed` go, then `stored` come, each block after its parent. `removed` holds only blocks
-    that were reported as stored. `tier_removed` and `tier_stored` are of blocks in host memory.
+    Apply `removed` before `stored`; each stored block follows its parent. `removed` has only blocks
+    that were reported as stored. `tier_removed` and `tier_stored` are blocks in host memory.
     """
 
     removed: tuple[int, ...] = ()
@@ -145,43 +163,67 @@ class CacheChange:
         return bool(self.removed or self.stored or self.tier_removed or self.tier_stored)
 
 
-StepCallback = Callable[[Sequence[StreamDelta]], None]
-FailureCallback = Callable[[BaseException], None]
-CacheCallback = Callable[[CacheChange], None]
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an engine reports at once. Apply `cache`, a change of the prefix cache, before the
+    deltas. Engines that do not know their changes never report one. `failure` is reported once, by
+    an engine that died; later results only refuse work."""
+
+    deltas: Sequence[StreamDelta] = ()
+    cache: CacheChange | None = None
+    failure: BaseException | None = None
 
 
-def ignore_cache(change: CacheChange) -> None:
-    """A CacheCallback that does nothing."""
+class StepResults:
+    """The results of an engine, an asynchronous iterator for one reader, which ends when the engine
+    is closed. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[StepResult | None] = asyncio.Queue()
+
+    def put(self, result: StepResult) -> None:
+        self._queue.put_nowait(result)
+
+    def close(self) -> None:
+        """End the iteration. Idempotent."""
+        self._queue.put_nowait(None)
+
+    def __aiter__(self) -> StepResults:
+        return self
+
+    async def __anext__(self) -> StepResult:
+        result = await self._queue.get()
+        if result is None:
+            raise StopAsyncIteration
+        return result
 
 
 def ignore_progress(what: str) -> None:
-    """Ignore what the start of an engine does."""
+    """Do nothing. A callback for the progress of an engine's start."""
 
 
 class Engine(Protocol):
-    """See the promises at the top of this file. `busy` gets the duration of every step; its owner
-    opens and closes the shares of requests."""
+    """An inference engine. See the promises at the top of this file. The engine adds the duration
+    of every step to `busy`; the worker opens and closes the shares of requests there."""
 
     @property
     def busy(self) -> BusyTime: ...
 
-    def on_cache(self, callback: CacheCallback) -> None:
-        """Report every change of the prefix cache to `callback`, on the loop, before the deltas of
-        the step that made it. Called before `start`. Engines that cannot tell never call it."""
-        ...
+    @property
+    def results(self) -> StepResults: ...
 
-    async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
-        """Load the model. `on_failure` is called once, on the loop, if the engine dies later."""
+    async def start(self) -> EngineInfo:
+        """Load the model. Results come from then on."""
         ...
 
     def submit(self, work: Work) -> None: ...
 
     def cancel(self, stream_id: int) -> None:
-        """Stop a stream; deltas that are on their way may still arrive."""
+        """Stop a stream. Deltas in flight may still arrive."""
         ...
 
     def export(self, stream_id: int, transfer_id: str) -> None:
-        """End a stream and hold its blocks for whoever presents `transfer_id`."""
+        """End a stream and hold its blocks for the consumer that presents `transfer_id`."""
         ...
 
     def load(self) -> WorkerLoad | None:
@@ -189,25 +231,30 @@ class Engine(Protocol):
         ...
 
     def ledger(self) -> KvLedger:
-        """Return the blocks that are pinned for transfers now."""
+        """Return the blocks currently pinned for transfers."""
         ...
 
     def kv_state(self) -> KvState | None:
-        """Return the state of KV transfers as last seen, without waiting; None if KV cannot leave
+        """Return the latest known state of KV transfers without waiting; None if KV cannot leave
         the engine."""
         ...
 
+    async def render(self, request: w.RenderRequest) -> w.RenderResponse:
+        """Turn a prompt with images into tokens and processed images. Raises InvalidRequest naming
+        a bad image, and Overloaded if too many prompts wait."""
+        ...
+
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Load a LoRA adapter and keep it until it is unloaded. Raises InvalidRequest if the engine
-        cannot take it."""
+        """Load a LoRA adapter and keep it until `unload_adapter`. Raises InvalidRequest if the
+        engine cannot load it."""
         ...
 
     async def unload_adapter(self, key: str) -> None:
-        """Unload an adapter that no request uses. Unknown ones are ignored."""
+        """Unload an adapter that no request uses. Ignore an unknown key."""
         ...
 
     async def close(self) -> None:
-        """End everything. Idempotent."""
+        """End all streams and release the engine. Idempotent."""
         ...
 
 
@@ -215,7 +262,7 @@ NO_LORA = "the engine takes no LoRA adapters; set worker.engine_args.enable_lora
 
 
 def check_work(work: Work, model: ModelInfo, *, has_kv: bool) -> None:
-    """Raise the error that refuses `work` on any engine of this model."""
+    """Raise an error if no engine of this model can run `work`."""
     sampling, prompt = work.sampling, len(work.prompt_token_ids)
     if not prompt:
         raise InvalidRequest("prompt_token_ids is empty", field="prompt_token_ids")
@@ -237,10 +284,27 @@ def check_work(work: Work, model: ModelInfo, *, has_kv: bool) -> None:
             f"{sampling.max_tokens}",
             field="resume_token_ids",
         )
+    _check_media(Counter(item.modality for item in work.media), model, field="media")
+    if not isinstance(work.phase, DecodePhase) and not work.has_all_media:
+        raise TransferFailed("the prompt must be computed, and media has no data", field="media")
     if sampling.n != 1:
         raise InvalidRequest(f"n must be 1 on a worker, not {sampling.n}", field="n")
     if not has_kv and isinstance(work.phase, PrefillPhase | DecodePhase):
         raise InvalidRequest("this worker's engine cannot exchange KV", field="phase")
+
+
+def check_render(request: w.RenderRequest, model: ModelInfo) -> None:
+    """Raise an error if no engine of this model can render the prompt."""
+    if request.WhichOneof("prompt") is None:
+        raise InvalidRequest("prompt is missing", field="prompt")
+    _check_media(Counter(image=len(request.images)), model, field="images")
+
+
+def _check_media(counts: Counter[str], model: ModelInfo, *, field: str) -> None:
+    for modality, count in counts.items():
+        if count > (most := model.modalities.get(modality, 0)):
+            text = f"the prompt has {count} items of modality {modality}; the model takes {most}"
+            raise InvalidRequest(text, field=field)
 
 
 def ended_by(stream_id: int, error: PdserveError) -> StreamDelta:

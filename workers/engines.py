@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec import structs
 
-from pdserve.config import TiersConfig
+from kv_transfer.settings import ConnectorConfig
+from pdserve.config import TiersConfig, TlsConfig
 from pdserve.errors import ConfigError
-from pdserve.hub import with_directories
-from pdserve.tokenizer import digest_of, read_files
+from pdserve.model.hub import with_directories
+from pdserve.model.tokenizer import digest_of, read_files
 from pdserve.types import ModelInfo, Role
 from workers.engine import ignore_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.config import AccessConfig, KvConfig, WorkerConfig
+    from pdserve.config import WorkerConfig
     from workers.engine import Engine
     from workers.vllm.settings import VllmSettings
 
 
+_WITH_HANDOFF = (Role.PREFILL, Role.DECODE)
 _WITHOUT_TIERS = (Role.DECODE, Role.POOLING)
 
 
@@ -44,63 +45,61 @@ def make_engine(
 def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
     """Return the settings of vLLM for a model whose directories are known; those of a node other
     than the first need no `instance_id`. Raises ConfigError."""
-    from workers.vllm.settings import KvSettings, Nodes, VllmSettings
+    from workers.vllm.settings import Nodes, VllmSettings
 
-    engine_args, kv = dict(config.engine_args), None
+    kv = _connector_config(config)
+    if kv is not None and kv.connector == "nixl" and find_spec("nixl") is None:
+        raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
+    engine_args = dict(config.engine_args)
     if config.adapters:
         engine_args["enable_lora"] = True
     if config.role is Role.POOLING:
         # vLLM knows which models of this kind have a KV cache that can keep prefixes.
         engine_args = {"enable_prefix_caching": None, **engine_args, "runner": "pooling"}
-    elif config.role is not Role.AGGREGATED:
-        extra = connector_config(config.kv, config.access)
-        kv = KvSettings(instance_id, extra, config.kv.connector, config.kv.host)
     return VllmSettings(
         model_path=config.model,
         model_names=config.served_names,
         threads=None if config.gpus else len(config.cores) or None,
         kv=kv,
+        instance_id=instance_id,
         # Decode workers get KV from prefill workers.
         tiers=TiersConfig() if config.role in _WITHOUT_TIERS else config.kv.tiers,
         engine_args=engine_args,
         nodes=Nodes(
-            *(config.nnodes, config.node_rank, config.master_addr, config.master_port, config.host)
+            count=config.nnodes,
+            rank=config.node_rank,
+            master_addr=config.master_addr,
+            master_port=config.master_port,
+            host=config.host,
         ),
     )
 
 
-def connector_config(kv: KvConfig, access: AccessConfig) -> dict[str, Any]:
-    """Return the connector's own configuration. Raises ConfigError if it is not installed."""
-    if kv.connector == "nixl":
-        if find_spec("nixl") is None:
-            raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
-        return {"kv_lease_duration": math.ceil(kv.lease_s)}
-    keys = msgspec.structs.asdict(kv)
-    extra = {name: value for name, value in keys.items() if name not in ("connector", "tiers")}
-    if access.worker_token_file:
-        extra["token_file"] = str(access.worker_token_file)
-    if access.tls.is_mutual:
-        extra |= {
-            "tls_cert_file": str(access.tls.cert_file),
-            "tls_key_file": str(access.tls.key_file),
-            "tls_ca_file": str(access.tls.ca_file),
-        }
-    return extra
+def _connector_config(config: WorkerConfig) -> ConnectorConfig | None:
+    """Return the configuration of the KV plane; None for a role that hands over no KV."""
+    if config.role not in _WITH_HANDOFF:
+        return None
+    access = config.access
+    tls = access.tls if access.tls.is_mutual else TlsConfig()
+    return ConnectorConfig(
+        **{**structs.asdict(config.kv), "tiers": TiersConfig()},
+        token_file=access.worker_token_file,
+        tls_cert_file=tls.cert_file,
+        tls_key_file=tls.key_file,
+        tls_ca_file=tls.ca_file,
+    )
 
 
 def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
     from workers.fake.engine import FakeEngine
-    from workers.fake.settings import FakeKv, settings_from_args
+    from workers.fake.settings import settings_from_args
 
-    kv = None
     if config.kv.connector != "pdserve":
         raise ConfigError(
             f"kv.connector: the fake engine has no {config.kv.connector}", field="kv.connector"
         )
     if config.kv.tiers.host_gib:
         raise ConfigError("kv.tiers: the fake engine has none", field="kv.tiers")
-    if config.role in (Role.PREFILL, Role.DECODE):
-        kv = FakeKv(instance_id, host=config.kv.host, lease_s=config.kv.lease_s)
     path = Path(config.model, "config.json")
     try:
         values: dict[str, Any] = json.loads(path.read_text())
@@ -118,4 +117,5 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
         raise ConfigError(
             f"model: {path} has no vocab_size or max_position_embeddings", field="model"
         ) from error
-    return FakeEngine(model, settings_from_args(config.engine_args, kv=kv))
+    settings = settings_from_args(config.engine_args)
+    return FakeEngine(model, settings, _connector_config(config), instance_id)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.config import MOVE_S, UNPIN_S
 from pdserve.errors import ConfigError
-from pdserve.hub import with_directories
-from pdserve.local.child import TAKE_REQUESTS, Reports
-from pdserve.local.gpus import gpu_environment
+from pdserve.model.hub import with_directories
+from pdserve.process.child import TAKE_REQUESTS, Reports
+from pdserve.process.gpus import gpu_environment
 from workers.engines import make_engine, vllm_settings
 from workers.server import WorkerServer
 from workers.vllm import settings
@@ -101,12 +101,12 @@ async def _run(config: WorkerConfig, reports: Reports) -> int:
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
     for number in _SIGNALS:
         loop.add_signal_handler(number, signals.put_nowait, number)
-    promoted = asyncio.Event()
+    promoted, failure = asyncio.Event(), None
     loop.add_signal_handler(TAKE_REQUESTS, promoted.set)
     try:
         serving = _serve(server, reports, config.served_names[0], promoted)
         failure = await _unless(signals, serving)
-        if failure is None and hasattr(server.routers, "info"):
+        if failure is None and server.routers.has_started:
             await _unless(signals, server.drain(config.drain_timeout_s, stop=True))
     except ConfigError:
         raise
@@ -117,7 +117,7 @@ async def _run(config: WorkerConfig, reports: Reports) -> int:
         # The rest takes no time; from now on a signal may kill the process.
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
-        await server.stop()
+        await server.stop(failure or "")
     if failure is None:
         return EXIT_OK
     logger.error("%s", failure)
@@ -128,7 +128,7 @@ async def _run(config: WorkerConfig, reports: Reports) -> int:
 async def _serve(
     server: WorkerServer, reports: Reports, model: str, promoted: asyncio.Event
 ) -> str | None:
-    """Start and serve until the worker is told to stop (None) or fails (return why). A warm worker
+    """Start and serve until a stop is requested (None) or fails (return why). A warm worker
     takes requests once it is `promoted`."""
     reports.doing(f"loading {model}")
     info = await server.start()

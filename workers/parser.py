@@ -1,8 +1,9 @@
-"""The parser process of a router: finds tool calls and reasoning in answers.
+"""The parser process of a router: it finds tool calls and reasoning in answers.
 
-vLLM's parsers import torch, and some take milliseconds a token, so they run beside the router and
-not in it. One thread handles one command after the other, and answers each before it reads the
-next: if the process dies or hangs, it was on the oldest command without an answer.
+vLLM's parsers import torch, and some take milliseconds per token, so they run in a process of their
+own. One thread handles one command at a time and replies before it reads the next. If the process
+dies or hangs, the oldest command without a reply is therefore the cause. An answer that takes too
+much CPU time is given up.
 
     python -m workers.parser --socket FD --parent-pid PID
 """
@@ -14,19 +15,24 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve import framing, wire
-from pdserve.errors import ParserFailed, PdserveError
-from pdserve.local.child import die_with, exit_at_once
+from pdserve import wire
+from pdserve.errors import AnswerNotParsed, ParserFailed, PdserveError
+from pdserve.net import framing
+from pdserve.process.child import die_with, exit_at_once
 from pdserve.v1 import parser_pb2 as p
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
-    from workers.vllm.parsing import ParsedRequest
+    from workers.vllm.parsing import RequestParsers
 
 _READ_BYTES = 1 << 18
 _ENVIRONMENT = {
@@ -41,56 +47,113 @@ _ENVIRONMENT = {
 logger = logging.getLogger(__name__)
 
 
+class _TooSlow(BaseException):
+    """Raised inside a parser at the time limit. A BaseException, because vLLM's parsers catch every
+    Exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParserLimits:
+    """Limits in seconds of CPU time, not of wall time, so that a busy machine does not fail an
+    answer. A whole answer has `answer_s` plus `token_s` for each of its tokens."""
+
+    open_s: float = 10.0  # may load a tokenizer
+    delta_s: float = 1.0
+    token_s: float = 0.01
+    answer_s: float = 2.0
+
+
+_LIMITS = ParserLimits()
+
+
+@dataclass(slots=True)
+class _OpenAnswer:
+    parsed: RequestParsers
+    left_s: float  # of the answer's CPU time
+
+
 class Parsers:
-    """State: the open requests by their stream."""
+    """The open requests by their stream id."""
 
-    def __init__(self) -> None:
-        self._open: dict[int, ParsedRequest] = {}
+    def __init__(self, limits: ParserLimits = _LIMITS) -> None:
+        self._limits = limits
+        self._open: dict[int, _OpenAnswer] = {}
 
-    def handle(self, command: p.ParserCommand) -> Iterator[p.ParserReply]:
-        """Yield the answers to `command`."""
-        from workers.vllm.parsing import ParsedRequest
-
+    def handle(self, command: p.ParserCommand) -> p.ParserReply | None:
+        """Handle `command`. Return its reply, or None if it has none."""
         stream_id = command.stream_id
+        reply = p.ParserReply(stream_id=stream_id)
         match command.WhichOneof("command"):
             case "open":
-                with _errors_in(reply := p.ParserReply(stream_id=stream_id)):
-                    opened = self._open[stream_id] = ParsedRequest(command.open)
-                    reply.plan.CopyFrom(opened.plan)
-                yield reply
+                from workers.vllm.parsing import RequestParsers
+
+                resumed_s = self._limits.token_s * len(command.open.resume_token_ids)
+                with _errors_in(reply, ParserFailed), _limited(self._limits.open_s + resumed_s):
+                    parsed = RequestParsers(command.open)
+                    self._open[stream_id] = _OpenAnswer(parsed, self._limits.answer_s)
+                    reply.plan.CopyFrom(parsed.plan)
             case "input":
-                given = command.input
-                with _errors_in(reply := p.ParserReply(stream_id=stream_id)):
-                    reply.output.CopyFrom(self._open[stream_id].parse(given))
-                yield reply
-                if given.finished:
-                    with _errors_in(reply := p.ParserReply(stream_id=stream_id)):
-                        reply.check.CopyFrom(self._open[stream_id].check(given))
-                    yield reply
+                given, opened = command.input, self._open.get(stream_id)
+                if opened is None:  # it failed before, and the router has not read that yet
+                    given_up = AnswerNotParsed("the answer was given up")
+                    reply.error.CopyFrom(wire.error_to_pb(given_up))
+                    return reply
+                tokens_s = self._limits.token_s * len(given.token_ids)
+                limit_s = min(self._limits.delta_s, opened.left_s) + tokens_s
+                began = time.process_time()
+                with _errors_in(reply, AnswerNotParsed), _limited(limit_s):
+                    reply.output.CopyFrom(opened.parsed.parse(given))
+                opened.left_s += tokens_s - (time.process_time() - began)
+                if reply.HasField("error"):
+                    del self._open[stream_id]
             case "close":
                 self._open.pop(stream_id, None)
+                return None
+        return reply
 
 
 @contextlib.contextmanager
-def _errors_in(reply: p.ParserReply) -> Iterator[None]:
-    """Turn an error into the reply."""
+def _limited(cpu_s: float) -> Iterator[None]:
+    """Raise _TooSlow in this context after `cpu_s` of CPU time. Native code is not interrupted; the
+    router kills the process then."""
+    signal.setitimer(signal.ITIMER_PROF, max(cpu_s, 0.001))  # 0 would be no limit
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _give_up(number: int, frame: FrameType | None) -> None:
+    raise _TooSlow
+
+
+@contextlib.contextmanager
+def _errors_in(
+    reply: p.ParserReply, kind: type[ParserFailed] | type[AnswerNotParsed]
+) -> Iterator[None]:
+    """Write an error in this context into `reply`. Errors of vLLM become `kind`."""
     try:
         yield
     except PdserveError as error:
         reply.error.CopyFrom(wire.error_to_pb(error))
+    except _TooSlow:
+        logger.warning("an answer is given up: its parser took too long")
+        slow = AnswerNotParsed("tool calls and reasoning in this answer take too long to find")
+        reply.error.CopyFrom(wire.error_to_pb(slow))
     except Exception as error:
         logger.exception("parser")
-        failed = ParserFailed(f"the parser raised {type(error).__name__}")
+        failed = kind(f"the parser raised {type(error).__name__}")
         reply.error.CopyFrom(wire.error_to_pb(failed))
 
 
 def serve(sock: socket.socket, parsers: Parsers) -> None:
-    """Serve a router until it closes the connection."""
+    """Serve a router until it closes the connection. Called on the main thread."""
+    signal.signal(signal.SIGPROF, _give_up)
     frames = framing.FrameParser(p.ParserCommand)
     sock.sendall(framing.pack(p.ParserReply()))
     while data := sock.recv(_READ_BYTES):
         for command in frames.feed(data):
-            for reply in parsers.handle(command):
+            if (reply := parsers.handle(command)) is not None:
                 sock.sendall(framing.pack(reply))
 
 
@@ -105,7 +168,7 @@ def main() -> None:
     )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # A client waits for this. Collections take a fifth of the time, and free nothing.
+    # Garbage collection takes a fifth of the time and frees nothing, while a client waits.
     gc.disable()
     import workers.vllm.parsing  # noqa: F401 - takes seconds, and may fail
 

@@ -4,16 +4,15 @@ register ──► renew every third of the lease ──► register again if th
    └─ refused: fatal, unless         └─ router away: retry, with growing pauses
       another router has accepted
 
-Routers that are found by a name or in a file (pdserve/discovery.py) come and go. The worker
+Routers that are found by a name or in a file (pdserve/net/discovery.py) come and go. The worker
 registers with a new one. One that is no longer listed may still stream answers that this worker
-computes, so the worker stays there until the router does not answer, for LEAVE_AFTER_S at most.
+computes, so the worker stays there until the router does not answer, for `leave_after_s` at most.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,29 +20,27 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import grpc.aio
 
-from pdserve import rpc, wire
-from pdserve.discovery import Discovery
+from pdserve import wire
 from pdserve.errors import ConfigError
+from pdserve.net import rpc
+from pdserve.net.backoff import backoff
+from pdserve.net.discovery import Discovery
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
+from workers.state import registration_to_pb, renewal_to_pb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pdserve.types import Account, Role, WorkerInfo
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
-    from workers.accounting import WorkerAccount
-
-    # Returns a renewal with the worker's state; its ids are set here.
-    State = Callable[[], w.RenewRequest]
+    from workers.metering.accounting import WorkerAccount
+    from workers.state import WorkerState
 
 logger = logging.getLogger(__name__)
 
 _RPC_S = 5.0
-_LOOK_UP_EVERY_S = 1.0
-LEAVE_AFTER_S = 600.0  # the default of router.request_timeout_s: answers have ended by then
 _DEREGISTER_S = 2.0
-_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -56,11 +53,26 @@ class RegistrationRefused(ConfigError):
     """A router refused this worker; the message has its reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class RegistrationTiming:
+    """Times in seconds. `look_up_s`: between two look-ups of the list of routers. `leave_after_s`:
+    stay of the worker at a router that is no longer listed. `min_pause_s`, `max_pause_s`: between
+    two attempts to reach a router."""
+
+    look_up_s: float = 1.0
+    leave_after_s: float = 600.0  # default of router.request_timeout_s: answers have ended by then
+    min_pause_s: float = 0.1
+    max_pause_s: float = 5.0
+
+
+_TIMING = RegistrationTiming()
+
+
 @dataclass(slots=True, eq=False)
 class Registration:
-    """The worker at one router. `known` is what the router has of it, None if it knows nothing;
-    `told` is set when the next call to the router is over, or there will be none; `unlisted_since`
-    is the loop's time since which the router is not listed."""
+    """The worker at one router. `known`: the info that this router has acknowledged. `answered`:
+    set when the next call to the router has ended, or none will be made. `unlisted_since`: the
+    loop's time since which the router is not listed."""
 
     address: str
     known: WorkerInfo | None = None
@@ -68,7 +80,7 @@ class Registration:
     unlisted_since: float | None = None
     registered: asyncio.Event = field(default_factory=asyncio.Event)
     due: asyncio.Event = field(default_factory=asyncio.Event)
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
     calling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def _pause(self, seconds: float) -> None:
@@ -85,21 +97,30 @@ class Registrations:
     """One worker at all its routers. `failed` gets the error that ends the worker: a refusal while
     no router has accepted it, or routers that cannot be looked up."""
 
-    def __init__(self, entries: Sequence[str], *, dialer: rpc.Dialer = rpc.PLAIN) -> None:
+    def __init__(
+        self,
+        entries: Sequence[str],
+        *,
+        dialer: rpc.Dialer = rpc.PLAIN,
+        timing: RegistrationTiming = _TIMING,
+    ) -> None:
         """`entries` are those of `worker.routers`."""
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.info: WorkerInfo
-        self._state: State
+        self._state: Callable[[], WorkerState]
         self._account: WorkerAccount
         self._dialer = dialer
+        self._timing = timing
         self._discovery = Discovery(tuple(entries))
         self._was_accepted = False
         self._changed = asyncio.Event()  # of a moment: the next change has another one
         self._routers: dict[str, tuple[Registration, asyncio.Task[NoReturn]]] = {}
         self._finding: asyncio.Task[None] | None = None
 
-    def start(self, info: WorkerInfo, state: State, account: WorkerAccount) -> None:
-        """Register in the background."""
+    def start(
+        self, info: WorkerInfo, state: Callable[[], WorkerState], account: WorkerAccount
+    ) -> None:
+        """Register in the background. `state` is read for each call to a router."""
         self.info, self._state, self._account = info, state, account
         self._finding = asyncio.create_task(self._find(), name="router-discovery")
         self._finding.add_done_callback(self._ended)
@@ -122,12 +143,13 @@ class Registrations:
                     continue
                 if router.unlisted_since is None:
                     router.unlisted_since = now()
-                if not router.is_reachable or now() - router.unlisted_since > LEAVE_AFTER_S:
+                unlisted_s = now() - router.unlisted_since
+                if not router.is_reachable or unlisted_s > self._timing.leave_after_s:
                     await self._leave(router)
             self._notify()
             if not self._discovery.changes:
                 return
-            await asyncio.sleep(_LOOK_UP_EVERY_S)
+            await asyncio.sleep(self._timing.look_up_s)
 
     async def _leave(self, router: Registration) -> None:
         logger.info("leaving router %s, which is no longer listed", router.address)
@@ -139,6 +161,10 @@ class Registrations:
     @property
     def _all(self) -> list[Registration]:
         return [router for router, _ in self._routers.values()]
+
+    @property
+    def has_started(self) -> bool:
+        return self._finding is not None
 
     @property
     def is_connected(self) -> bool:
@@ -168,23 +194,24 @@ class Registrations:
 
     async def renewed(self) -> None:
         """Report the state and wait until every router that can be reached has answered."""
-        told = [router.told for router in self._all if router.is_reachable]
+        answers = [router.answered for router in self._all if router.is_reachable]
         self.renew()
-        for event in told:
+        for event in answers:
             await event.wait()
 
     def change_role(self, role: Role) -> None:
         """Register with every router again, in another role."""
-        if self._finding is not None:
+        if self.has_started:
             self.info = replace(self.info, role=role)
             self.renew()
 
-    async def stop(self) -> None:
-        """Stop renewing and leave every router that knows the worker. Idempotent."""
+    async def stop(self, failure: str = "") -> None:
+        """Stop renewing and leave every router that knows the worker, because of `failure` if there
+        is one. Idempotent."""
         known = [router for router in self._all if router.registered.is_set()]
         tasks: list[asyncio.Task[Any]] = [task for _, task in self._routers.values()]
         tasks += [] if self._finding is None else [self._finding]
-        # A renewal that is cut off may have told the router of the worker's time, or not.
+        # A cancelled renewal may or may not have reported the worker's time to the router.
         with suppress(TimeoutError):
             async with asyncio.timeout(_DEREGISTER_S):
                 for router in self._all:
@@ -193,7 +220,7 @@ class Registrations:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self._deregister(router.address) for router in known))
+        await asyncio.gather(*(self._deregister(router.address, failure) for router in known))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -202,14 +229,14 @@ class Registrations:
 
     async def _keep(self, router: Registration) -> NoReturn:
         """Register and renew until cancelled. Raises RegistrationRefused."""
-        pause_s = 0.0
+        pauses = self._pauses()
         try:
             while True:
                 try:
                     await self._renew(router)
                 except grpc.aio.AioRpcError as error:
                     if router.is_reachable:
-                        pause_s = 0.0
+                        pauses = self._pauses()
                     router.is_reachable = False
                     self._notify()
                     if router.known is not None and error.code() is grpc.StatusCode.NOT_FOUND:
@@ -217,21 +244,19 @@ class Registrations:
                         router.known = None
                         continue
                     self._check_refusal(router, error)
-                    pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, pause_s * 2))
-                    # Jitter, so that workers do not all return to a router at the same moment.
-                    wait_s = pause_s * random.uniform(0.5, 1.0)
+                    wait_s = next(pauses)
                     what = (router.address, error.code().name, error.details(), wait_s)
                     logger.warning("router %s: %s (%s); next try in %.1f s", *what)
                     await asyncio.sleep(wait_s)
         finally:
-            router.told.set()
+            router.answered.set()
 
     async def _renew(self, router: Registration) -> NoReturn:
         """Register and renew over one channel until a call fails. Raises AioRpcError."""
         async with self._dialer.open_channel(router.address) as channel:
             stub = RegistryStub(channel)
             while True:
-                lease_s = await self._tell(router, stub)
+                lease_s = await self._call(router, stub)
                 router.is_reachable = True
                 self._notify()
                 await router._pause(lease_s / 3)
@@ -244,28 +269,25 @@ class Registrations:
             text = f"router {router.address} refused this worker: {reason.message}"
             raise RegistrationRefused(text, field=reason.field) from error
 
-    async def _tell(self, router: Registration, stub: RegistryAsyncStub) -> float:
-        """Register, or renew if the router knows this info. Return the lease in seconds."""
-        told, router.told = router.told, asyncio.Event()
-        try:
-            return await self._call(router, stub)
-        finally:
-            told.set()
-
     async def _call(self, router: Registration, stub: RegistryAsyncStub) -> float:
+        """Register, or renew if the router knows this info. Return the lease in seconds."""
+        answered, router.answered = router.answered, asyncio.Event()
+        try:
+            return await self._register_or_renew(router, stub)
+        finally:
+            answered.set()
+
+    async def _register_or_renew(self, router: Registration, stub: RegistryAsyncStub) -> float:
         info, state, metadata = self.info, self._state(), self._dialer.metadata
         if router.known is info:
-            state.worker_id, state.instance_id = info.worker_id, info.instance_id
             async with router.calling:
                 with self._claimed() as account:
-                    state.account.CopyFrom(wire.account_to_pb(account))
-                    renewed = await stub.Renew(state, timeout=_RPC_S, metadata=metadata)
+                    renewal = renewal_to_pb(info, state, account)
+                    renewed = await stub.Renew(renewal, timeout=_RPC_S, metadata=metadata)
             return renewed.lease_s
         router.known = None
         router.registered.clear()
-        request = w.RegisterRequest(
-            worker=wire.worker_to_pb(info), draining=state.draining, adapters=state.adapters
-        )
+        request = registration_to_pb(info, state)
         reply = await stub.Register(request, timeout=_RPC_S, metadata=metadata)
         router.known = info
         router.registered.set()
@@ -275,8 +297,8 @@ class Registrations:
 
     @contextmanager
     def _claimed(self) -> Iterator[Account]:
-        """Yield what one router is to be told of the worker's time, and keep it for the next call
-        if this one fails."""
+        """Yield one router's share of the unreported time. Keep it for the next call if this one
+        fails."""
         routers = sum(router.is_reachable for router in self._all)
         account = self._account.claim(asyncio.get_running_loop().time(), routers)
         try:
@@ -285,10 +307,10 @@ class Registrations:
             self._account.give_back(account)
             raise
 
-    async def _deregister(self, address: str) -> None:
+    async def _deregister(self, address: str, failure: str = "") -> None:
         """Leave a router. If that fails, the lease ends by itself."""
         request = w.DeregisterRequest(
-            worker_id=self.info.worker_id, instance_id=self.info.instance_id
+            worker_id=self.info.worker_id, instance_id=self.info.instance_id, failure=failure
         )
         async with self._dialer.open_channel(address) as channel:
             try:
@@ -299,3 +321,6 @@ class Registrations:
                     )
             except grpc.aio.AioRpcError as error:
                 logger.warning("leaving router %s failed: %s", address, error.code().name)
+
+    def _pauses(self) -> Iterator[float]:
+        return backoff(self._timing.min_pause_s, self._timing.max_pause_s, jitter=True)

@@ -1,1 +1,1 @@
-"""`pdserve bench chaos`: break a running service and check every answer."""
+"""`pdserve bench chaos`: inject faults into a running service and check every answer."""

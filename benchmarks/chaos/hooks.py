@@ -1,9 +1,9 @@
-"""Faults in a producer's KV link, which no signal can cause.
+"""Faults in a producer's KV link, which cannot be caused from outside with a signal.
 
 The service under test starts with `PYTHONPATH` set so that each of its Python processes imports
-this module (`environment`), which changes modules of the product as they are imported. A process
-does what the file `PID.order` says at each chunk: `drop` breaks the link, `corrupt` sends another
-block in its place. It adds a byte to `PID.hits` for each time.
+this module (`environment`). It patches modules of pdserve when they are imported. At each chunk, a
+process reads its fault from the file `PID.order`: `drop` breaks the link, `corrupt` sends another
+block instead. It appends a byte to `PID.hits` for each injected fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 DIRECTORY: Final = "PDSERVE_CHAOS_DIRECTORY"
-SUPERVISOR: Final = "pdserve.local.supervisor"
 PRODUCERS: Final[Mapping[str, str]] = {
     "kv_transfer.transport.mapped": "MappedProducer",
     "kv_transfer.transport.tcp": "TcpProducer",
@@ -28,7 +27,8 @@ PRODUCERS: Final[Mapping[str, str]] = {
 
 
 def environment(directory: Path) -> Mapping[str, str]:
-    """Prepare a directory and return the variables that a service needs to read orders in it."""
+    """Prepare a directory for orders. Return the environment variables that make a service read
+    them."""
     start = directory / "python"
     start.mkdir(parents=True, exist_ok=True)
     module = "import benchmarks.chaos.hooks as hooks\nhooks.install()\n"
@@ -38,29 +38,29 @@ def environment(directory: Path) -> Mapping[str, str]:
 
 
 def give(directory: Path, pid: int, order: str) -> None:
-    """Tell a process what to do wrong from now on; "" for nothing."""
+    """Set the fault that a process injects from now on; "" for none."""
     partial = directory / f"{pid}.partial"
     partial.write_text(order, encoding="ascii")
     partial.replace(directory / f"{pid}.order")
 
 
 def hits(directory: Path, pid: int) -> int:
-    """Return how often a process did as ordered."""
+    """Return the number of faults that a process has injected."""
     path = directory / f"{pid}.hits"
     return path.stat().st_size if path.exists() else 0
 
 
 def install() -> None:
-    """Change modules of the product when they are imported."""
+    """Install the import hook, if the variable that `environment` sets is present."""
     if os.environ.get(DIRECTORY):
         sys.meta_path.insert(0, _Importer())
 
 
 class _Importer(MetaPathFinder):
-    """Changes a module after its import."""
+    """An import hook that patches the producers' modules after their import."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != SUPERVISOR and fullname not in PRODUCERS:
+        if fullname not in PRODUCERS:
             return None
         spec: Any = PathFinder.find_spec(fullname, path, target)
         execute = spec.loader.exec_module
@@ -74,10 +74,6 @@ class _Importer(MetaPathFinder):
 
 
 def patch(module: Any) -> None:
-    if module.__name__ == SUPERVISOR:
-        # A process that is killed on purpose is restarted at once, however often.
-        module.LONGEST_PAUSE_S = module.FIRST_PAUSE_S
-        return
     producer = getattr(module, PRODUCERS[module.__name__])
     send = producer.send
 
@@ -89,7 +85,7 @@ def patch(module: Any) -> None:
                 file.write(b".")
         if order == "drop":
             raise ConnectionAbortedError("the link breaks, as ordered")
-        # Block 0 is vLLM's unused one.
+        # Replace the first block by block 0, vLLM's null block.
         send(self, chunk, [0, *block_ids[1:]] if order == "corrupt" else block_ids, part)
 
     producer.send = faulty_send

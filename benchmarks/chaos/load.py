@@ -1,4 +1,4 @@
-"""Questions of all kinds, the clients that ask them, and what became of each."""
+"""Requests of all kinds, the clients that send them, and their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from benchmarks.client import GrpcTarget, HttpTarget, Request, completion_body
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.traces import PromptMaker, Shape, load_trace, shape_workload
+from benchmarks.traces import load_trace
+from benchmarks.workload import PromptMaker, Shape, shape_workload
 from pdserve.errors import BudgetExhausted, DeadlineExceeded, Overloaded, Unavailable, WorkerFailed
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from benchmarks.client import Piece
-    from benchmarks.service import Service
+    from benchmarks.service import LocalService
 
 CLIENT_TIMEOUT_S: Final = 600.0
 _SHAPE: Final = Shape(scale_lengths=Fraction(1, 2), max_output_tokens=96, max_total_tokens=1500)
@@ -32,11 +33,11 @@ _SCHEMA: Final = StructuredOutput(
     Constraint.JSON_SCHEMA,
     '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
 )
-# Errors that say that another attempt may succeed.
+# Codes of errors after which a client may retry.
 CLEAN: Final = {
     x.code for x in (Unavailable, BudgetExhausted, Overloaded, DeadlineExceeded, WorkerFailed)
 }
-# Kind: API and sampling parameters. Each request has a seed of its own.
+# API and sampling parameters by kind of request. Each request has its own seed.
 KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "greedy": ("grpc", {"temperature": 0.0}),
     "seeded": ("grpc", {"temperature": 0.9, "top_p": 0.95}),
@@ -51,7 +52,7 @@ KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. No two numbers share a prompt."""
+    """One request. Each `number` has a different prompt."""
 
     number: int
     kind: str
@@ -62,7 +63,8 @@ class Question:
 def make_questions(
     count: int, *, seed: int, vocab_size: int, kinds: Sequence[str], first: int
 ) -> list[Question]:
-    """Take `count` requests of the chat trace from row `first` on, of all `kinds` in turn."""
+    """Return `count` requests of the chat trace, from row `first` on. Their kinds rotate through
+    `kinds`."""
     trace = load_trace("chat")
     rows = shape_workload(trace, _SHAPE).rows
     maker = PromptMaker(trace.digest(), seed, vocab_size, None)
@@ -78,7 +80,7 @@ def make_questions(
 
 
 @dataclass(slots=True)
-class Choice:
+class ObservedChoice:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish: str = ""
@@ -86,10 +88,9 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Answer:
-    """One answer so far. `pause_s` is the longest wait for a next piece; `code` the service's name
-    for the error it ended with, "" if there was none. A slow client waits `slow_s` after each
-    piece."""
+class ObservedAnswer:
+    """One answer so far. `pause_s`: longest wait for a piece. `code`: code of the error that ended
+    it, or "". `slow_s`: time that a slow client waits after each piece."""
 
     number: int
     sent_s: float
@@ -101,12 +102,12 @@ class Answer:
     pause_s: float = 0.0
     completion_tokens: int = 0
     fallbacks: tuple[str, ...] = ()
-    choices: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, ObservedChoice] = field(default_factory=dict)
 
     def take(self, piece: Piece) -> None:
         self._hear()
         if piece.has_choice:
-            choice = self.choices.setdefault(piece.index, Choice())
+            choice = self.choices.setdefault(piece.index, ObservedChoice())
             choice.token_ids += piece.token_ids
             choice.text += piece.text
             choice.logprobs += piece.logprobs
@@ -126,13 +127,13 @@ class Answer:
         self.heard_s = now
 
 
-def wrong_tokens(got: Answer, want: Answer) -> int:
-    """Count the tokens that differ; of an answer that broke off, among those that came. A text,
-    finish reason or logprobs that differ count as one."""
+def wrong_tokens(got: ObservedAnswer, want: ObservedAnswer) -> int:
+    """Return the number of tokens that differ. Only the received tokens of an incomplete answer are
+    compared. A different text, finish reason or logprobs counts as one."""
     is_whole = got.ending == "ok"
     wrong = abs(got.completion_tokens - want.completion_tokens) if is_whole else 0
     for index in got.choices.keys() | want.choices.keys():
-        a, b = (each.choices.get(index, Choice()) for each in (got, want))
+        a, b = (each.choices.get(index, ObservedChoice()) for each in (got, want))
         count = len(a.token_ids)
         pairs = zip_longest(a.token_ids, b.token_ids if is_whole else b.token_ids[:count])
         differ = sum(x != y for x, y in pairs)
@@ -147,10 +148,10 @@ def wrong_tokens(got: Answer, want: Answer) -> int:
 
 
 class Clients:
-    """Connections to a service. With several routers, an answer over gRPC that breaks off continues
-    at the next one. Must be created inside a running loop."""
+    """Connections to a service. With several routers, an interrupted answer over gRPC continues at
+    the next router. Must be created inside a running loop."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: LocalService) -> None:
         routers = service.ready["routers"]
         self.has_failover = len(routers) > 1
         self._model = service.ready["model"]
@@ -161,8 +162,8 @@ class Clients:
         await self.grpc.aclose()
         await self._http.aclose()
 
-    async def ask(self, question: Question, answer: Answer) -> None:
-        """Follow one request to its end. Cancelling aborts it."""
+    async def ask(self, question: Question, answer: ObservedAnswer) -> None:
+        """Send one request and receive its answer to the end. Cancelling aborts the request."""
         stream = self._stream(question)
         try:
             async with asyncio.timeout(CLIENT_TIMEOUT_S), aclosing(stream):  # type: ignore[type-var]
@@ -189,14 +190,16 @@ class Clients:
         return self._http.stream(Request(name, self._model, body))
 
     def body(self, question: Question) -> dict[str, Any]:
-        """Return the body of a streaming `/v1/completions`."""
+        """Return the body of a streaming request to `/v1/completions`."""
         body = completion_body(self._model, question.prompt, question.sampling)
         return {**body, "return_token_ids": True}
 
 
-async def right_answers(clients: Clients, questions: Sequence[Question]) -> dict[int, Answer]:
-    """Ask a service to which nothing happens. Raises BenchError if a request fails."""
-    found = {x.number: Answer(x.number, time.monotonic()) for x in questions}
+async def right_answers(
+    clients: Clients, questions: Sequence[Question]
+) -> dict[int, ObservedAnswer]:
+    """Return the answers of a service without faults. Raises BenchError if a request fails."""
+    found = {x.number: ObservedAnswer(x.number, time.monotonic()) for x in questions}
     at_once = asyncio.Semaphore(8)
 
     async def ask(question: Question) -> None:

@@ -1,4 +1,5 @@
-"""Run scenarios against one service, and compare every answer with one that nothing happened to."""
+"""Run fault scenarios against a service, and compare every answer with that of a service without
+faults."""
 
 from __future__ import annotations
 
@@ -21,15 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
-    from benchmarks.chaos.load import Answer
+    from benchmarks.chaos.load import ObservedAnswer
     from benchmarks.chaos.scenarios import Scenario
     from benchmarks.progress import Progress
 
-TRIES: Final = 3  # for a fault that found nothing to hit
+TRIES: Final = 3  # for a fault that did not affect anything
 EMPTY_S: Final = 30.0  # longer than the lease of KV blocks
 FAULT_S: Final = 900.0
-# Leases and timeouts are shorter than by default, so that a scenario is over soon; KV caches are
-# small, and prompts are computed in several chunks. With float32 no batch shape breaks a tie.
+# Leases and timeouts are shorter than the defaults, so that scenarios are short. KV caches are
+# small, and prompts are computed in several chunks. With float32, the shape of a batch does not
+# change which token is the most likely.
 _CONFIG: Final[Mapping[str, Any]] = {
     "router.http_port": 0,
     "router.grpc_port": 0,
@@ -38,13 +40,13 @@ _CONFIG: Final[Mapping[str, Any]] = {
     "router.request_timeout_s": 120.0,
     "worker.drain_timeout_s": 10.0,
     "worker.kv.lease_s": 8.0,
-    "up.max_restarts": 100000,
+    "up.max_restart_pause_s": 1.0,  # restart killed processes soon
 }
 _ENGINE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "vllm": {"dtype": "float32", "kv_cache_memory_bytes": 96 << 20, "max_num_batched_tokens": 256},
     "fake": {"step_s": 0.01, "prefill_s": 0.0005, "transfer_s": 0.02},
 }
-# The one engine that nothing happens to: however slow, it is not given up.
+# The single engine of the service without faults. It must not time out, however slow it is.
 REFERENCE: Final[tuple[tuple[str, Any], ...]] = (
     ("up.prefill.workers", 0),
     ("up.decode.workers", 0),
@@ -58,7 +60,7 @@ REFERENCE: Final[tuple[tuple[str, Any], ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosSettings:
-    """`changes` are dotted configuration keys over those of the matrix."""
+    """Settings of the matrix. `changes`: dotted configuration keys that override the matrix's."""
 
     engine: str = "vllm"
     prefill: int = 2
@@ -69,7 +71,7 @@ class ChaosSettings:
     changes: tuple[tuple[str, Any], ...] = ()
 
     def config(self, own: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
-        """Return the configuration of a service; `own` are dotted keys over all others."""
+        """Return the configuration of a service. `own`: dotted keys that override all others."""
         keys = {**_CONFIG, "worker.engine": self.engine}
         keys |= {f"worker.engine_args.{k}": x for k, x in _ENGINE_ARGS[self.engine].items()}
         keys |= dict(self.changes) | {
@@ -81,9 +83,9 @@ class ChaosSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The result of one scenario. `failed` counts requests that failed and were not allowed to;
-    `allowed_failures` those that the fault itself ends. `pause_s` is the longest wait of a client,
-    `whole_s` the time from the fault until all processes were ready again."""
+    """The result of one scenario. `failed`: requests that must not fail but did.
+    `allowed_failures`: requests that the fault itself ended. `pause_s`: longest wait of a client.
+    `whole_s`: time from the fault until all processes were ready again."""
 
     fault: str
     what: str
@@ -102,7 +104,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Nothing was lost, wrong or left, and the fault took place."""
+        """True if the fault took place, and nothing was lost, wrong or leaked."""
         bad = self.failed or self.wrong_tokens or self.leaked_blocks or self.left
         return self.hit and not bad
 
@@ -121,7 +123,7 @@ async def run_matrix(
         await reference.start()
         right = await ending.enter_async_context(aclosing(Clients(reference)))
         place = 0
-        # Scenarios with the same configuration share a service.
+        # Start one service for all scenarios with the same configuration.
         for config in dict.fromkeys(scenario.config for scenario in scenarios):
             service = ServiceUnderTest(settings.config(config), directory / f"service-{place}")
             async with AsyncExitStack() as own:
@@ -144,9 +146,9 @@ async def run_matrix(
 async def _prepared(
     settings: ChaosSettings, service: ServiceUnderTest, clients: Clients, attempt: int
 ) -> Run:
-    """Return a run of requests that were never sent before."""
-    # A fake engine has no grammar. Only over gRPC a client continues at a second router, and there
-    # only a single output.
+    """Return a run of requests that have not been sent before."""
+    # The fake engine has no structured output. Only gRPC clients continue at a second router, and
+    # only answers with a single output.
     kinds = [kind for kind in KINDS if settings.engine != "fake" or kind != "structured"]
     if clients.has_failover:
         kinds = [kind for kind in kinds if KINDS[kind][0] == "grpc" and kind != "n"]
@@ -163,9 +165,9 @@ async def _prepared(
 
 
 async def _row(
-    scenario: Scenario, run: Run, expected: Mapping[int, Answer], progress: Progress
+    scenario: Scenario, run: Run, expected: Mapping[int, ObservedAnswer], progress: Progress
 ) -> Row:
-    """Send the requests, let the fault strike, and compare what came of them."""
+    """Send the requests, inject the fault, and compare the answers."""
     progress.step(f"{scenario.name}: requests run")
     running = asyncio.create_task(run.load())
     hit = True
@@ -179,7 +181,7 @@ async def _row(
             run.may_send.set()
             await running
     except TimeoutError:
-        raise BenchError(f"{scenario.name} was not over in {FAULT_S:g} s") from None
+        raise BenchError(f"{scenario.name} did not finish in {FAULT_S:g} s") from None
     finally:
         running.cancel()
     progress.step(f"{scenario.name}: waiting until all processes are ready")
@@ -211,7 +213,7 @@ async def _row(
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print the matrix."""
+    """Print the matrix as a table."""
     columns = ["fault", "requests", "failed", "allowed", "wrong tokens", "leaked blocks"]
     cells = [
         [

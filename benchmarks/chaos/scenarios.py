@@ -1,4 +1,4 @@
-"""The scenarios of the failure matrix: each breaks a service in one way while requests run."""
+"""The scenarios of the failure matrix. Each injects one kind of fault while requests run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.batches import Batches
+from benchmarks.batches import BatchClient
 from benchmarks.chaos import hooks
-from benchmarks.chaos.load import CLEAN, Answer, Choice
+from benchmarks.chaos.load import CLEAN, ObservedAnswer, ObservedChoice
 from benchmarks.chaos.service import LOOK_S
 from benchmarks.errors import BenchError
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from benchmarks.chaos.service import ServiceUnderTest
     from pdserve.v1.worker_pb2 import WorkerEntry
 
-REPEATED: Final = 1_000_000  # is added to the number of a request that is sent once more
-# A batch has so many lines of each greedy question, to outlive both routers. Their numbers begin
-# above those of all requests.
+REPEATED: Final = 1_000_000  # added to a request's number each time that it is sent again
+# Lines of each greedy question in a batch: enough that it runs longer than both routers live. The
+# numbers of lines are above those of all requests.
 BATCH_COPIES: Final = 40
 BATCH_FIRST: Final = 1000 * REPEATED
 
 
 class MissedError(BenchError):
-    """The fault found nothing to hit. The scenario shows nothing and is repeated."""
+    """The fault did not affect anything. The scenario proves nothing and is repeated."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Requests that are sent at a rate, and the fault that meets them.
+    """Requests that are sent at a rate, and the fault that is injected meanwhile.
 
-    `allowed` are requests that the fault itself ends (a client that leaves, the streams of a router
-    that is killed). Requests sent before `workers_s` may end with a clean error. Nothing is sent
-    while `may_send` is not set.
+    `allowed`: requests that the fault itself ends (a client that disconnects, the streams of a
+    killed router). Requests sent before `workers_s` may end with a retryable error. Nothing is sent
+    while `may_send` is cleared.
     """
 
     service: ServiceUnderTest
@@ -52,7 +52,7 @@ class Run:
     rng: random.Random
     may_send: asyncio.Event = field(default_factory=asyncio.Event)
     is_over: bool = False
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, ObservedAnswer] = field(default_factory=dict)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     struck_s: float = 0.0
     workers_s: float = 0.0
@@ -60,7 +60,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     async def load(self) -> None:
-        """Send all requests and wait for their end."""
+        """Send all requests and wait until they end."""
         self.may_send.set()
         try:
             for number in self.questions:
@@ -76,17 +76,17 @@ class Run:
             await asyncio.gather(*self.tasks.values(), return_exceptions=True)
 
     def send(self, number: int, *, slow_s: float = 0.0) -> None:
-        """Send a question now; one that was sent before goes out under a number of its own."""
+        """Send a question now. If it was sent before, the request gets a new number."""
         question = self.questions[number % REPEATED]
         while number in self.answers:
             number += REPEATED
-        answer = self.answers[number] = Answer(number, time.monotonic(), slow_s)
+        answer = self.answers[number] = ObservedAnswer(number, time.monotonic(), slow_s)
         self.tasks[number] = asyncio.create_task(self.clients.ask(question, answer))
 
-    def open(self) -> list[Answer]:
+    def open(self) -> list[ObservedAnswer]:
         return [x for x in self.answers.values() if x.ending == "open"]
 
-    def allows(self, answer: Answer) -> bool:
+    def allows(self, answer: ObservedAnswer) -> bool:
         """Return True if this request may have failed."""
         lacked_workers = answer.sent_s < self.workers_s and answer.heard_s >= self.struck_s
         return answer.number in self.allowed or (lacked_workers and answer.code in CLEAN)
@@ -95,15 +95,15 @@ class Run:
         self.struck_s = self.struck_s or time.monotonic()
 
     async def until(self, condition: Callable[[], object], text: str) -> None:
-        """Wait for it as long as requests run. Raises MissedError."""
+        """Wait until `condition` is true. Raises MissedError if all requests end first."""
         while not condition():
             if self.is_over:
                 raise MissedError(f"there never were {text}")
             await asyncio.sleep(LOOK_S)
 
     async def until_open(self, count: int) -> None:
-        """Wait until so many answers have begun. A fast service gets more requests than the rate
-        brings, or it would never have so many open."""
+        """Wait until `count` answers have begun and are still open. Send additional requests to a
+        fast service, which would never have that many open at the normal rate."""
 
         def begun() -> bool:
             answers = self.open()
@@ -121,7 +121,7 @@ class Run:
                     continue
                 name, pid = entry.info.worker_id, entry.info.pid
                 os.kill(pid, signal.SIGSTOP)
-                # What it sent before has reached the router by then.
+                # Wait until everything that it sent before has reached the router.
                 await asyncio.sleep(5 * LOOK_S)
                 count = _work((await self.service.entries()).get(name), role)
                 if count:
@@ -134,7 +134,7 @@ class Run:
 
 
 def _work(entry: WorkerEntry | None, role: str) -> int:
-    """Return how many requests a worker has; 0 if they are not at the phase of the role."""
+    """Return the number of a worker's requests, or 0 if they are not in the phase of `role`."""
     if entry is None or (role == "prefill" and not entry.outstanding_tokens):
         return 0
     return entry.outstanding_requests
@@ -172,7 +172,7 @@ async def _damage(run: Run, order: str) -> None:
 
 
 async def _kill_all(run: Run, roles: str) -> None:
-    """Requests continue to come while there is no worker of a role."""
+    """Kill all workers of some roles. Requests continue to arrive meanwhile."""
     await run.until_open(2)
     doomed = [x for role in roles.split(",") for x in await run.service.ready_workers(role)]
     await run.catch("decode")
@@ -181,13 +181,14 @@ async def _kill_all(run: Run, roles: str) -> None:
     for entry in doomed:
         run.service.end(entry.info.pid)
     for role in ("prefill", "decode"):
-        while not await run.service.ready_workers(role):  # noqa: ASYNC110 - it has to be asked
+        while not await run.service.ready_workers(role):  # noqa: ASYNC110 - only polling works
             await asyncio.sleep(LOOK_S)
     run.workers_s = time.monotonic()
 
 
 async def _kill_router(run: Run) -> None:
-    """If it is the only one, its open streams are lost, and new requests wait for the next."""
+    """Kill a router. If it is the only one, its open streams are lost, and new requests wait until
+    it has restarted."""
     await run.until_open(2)
     pid, *others = run.service.router_pids()
     run.strike()
@@ -201,8 +202,8 @@ async def _kill_router(run: Run) -> None:
 
 
 async def _kill_router_batch(run: Run) -> None:
-    """Each router is killed once while a batch of the greedy questions runs. Its lines are
-    answers, too, and one that is there twice is a failure."""
+    """Kill each router once while a batch of the greedy questions runs. The batch's lines are
+    checked as answers. A line that is there twice is a failure."""
     await run.until_open(1)
     greedy = [question for question in run.questions.values() if question.kind == "greedy"]
     bodies = {
@@ -214,7 +215,7 @@ async def _kill_router_batch(run: Run) -> None:
         for copy in range(BATCH_COPIES)
         for question in greedy
     }
-    async with Batches(run.service.ready["http"]) as batches:
+    async with BatchClient(run.service.ready["http"]) as batches:
         batch = await batches.begin(bodies)
         for number in range(len(run.service.router_pids())):
             counts = (await batches.get(batch))["request_counts"]
@@ -227,19 +228,19 @@ async def _kill_router_batch(run: Run) -> None:
         await batches.until(batch, lambda x: x["status"] not in ("validating", "in_progress"))
         for name, body in await batches.answers(batch):
             is_new = int(name) not in run.answers
-            answer = run.answers[int(name)] = Answer(int(name), time.monotonic())
+            answer = run.answers[int(name)] = ObservedAnswer(int(name), time.monotonic())
             choice = body["choices"][0]
             tokens, text = choice["token_ids"], choice["text"]
-            answer.choices[0] = Choice(tokens, text, choice["finish_reason"])
+            answer.choices[0] = ObservedChoice(tokens, text, choice["finish_reason"])
             answer.completion_tokens = body["usage"]["completion_tokens"]
             answer.end("ok" if is_new else "failed", "" if is_new else "it was answered twice")
         for name in bodies.keys() - {f"{number}" for number in run.answers}:
-            lost = run.answers[int(name)] = Answer(int(name), time.monotonic())
+            lost = run.answers[int(name)] = ObservedAnswer(int(name), time.monotonic())
             lost.end("failed", "no answer to this line")
 
 
 async def _abort(run: Run) -> None:
-    """Clients of 60 % of the requests leave."""
+    """Disconnect the clients of 60 % of the requests."""
     decided: set[int] = set()
     while not run.is_over:
         for answer in run.open():
@@ -253,7 +254,7 @@ async def _abort(run: Run) -> None:
                     asyncio.get_running_loop().call_later(after_s, leave)
         await asyncio.sleep(0.005)
     aborted = {n for n, x in run.answers.items() if x.ending == "aborted"}
-    run.allowed &= aborted  # one that failed before its client left is a failure
+    run.allowed &= aborted  # a request that failed before its client disconnected is a failure
     run.notes.append(f"{len(aborted)} aborted")
 
 
@@ -265,7 +266,7 @@ async def _slow_readers(run: Run) -> None:
 
 
 async def _rolling_restart(run: Run) -> None:
-    """Each process is told to end when the one before it is back; requests never stop."""
+    """Restart the processes one after the other, under continuous requests."""
     await run.until_open(2)
     run.may_send.clear()
     asking = asyncio.create_task(_keep_asking(run))
@@ -294,7 +295,8 @@ async def _keep_asking(run: Run) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`what` is for a reader of the table. `config` are dotted keys that only this one sets."""
+    """A fault scenario. `what`: description in the table. `config`: dotted configuration keys of
+    this scenario only."""
 
     name: str
     what: str

@@ -1,4 +1,4 @@
-"""A real service under test: inspected, broken, and accounted for."""
+"""A real service under test: inspection, faults, and detection of leaks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import psutil
 
 from benchmarks.chaos import hooks
 from benchmarks.errors import BenchError
-from benchmarks.service import RPC_TIMEOUT_S, Service
-from pdserve import rpc
+from benchmarks.service import RPC_TIMEOUT_S, LocalService
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 
@@ -27,18 +26,18 @@ WHOLE_S: Final = 240.0
 T = TypeVar("T")
 
 
-class ServiceUnderTest(Service):
-    """A `pdserve up` whose workers take orders. `names` are its workers'."""
+class ServiceUnderTest(LocalService):
+    """A `pdserve up` whose workers inject faults (`hooks`). `names` are its workers' names."""
 
     def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
         super().__init__("the service", config, directory, environment=hooks.environment(directory))
         roles = ("prefill", "decode", "aggregated")
         counts = {role: config["up"][role]["workers"] for role in roles}
         self.names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
-        self._gone: set[int] = set()  # pids that were ended
+        self._gone: set[int] = set()  # pids that `end` has signalled
 
     async def listed_by_all(self) -> list[w.ListWorkersResponse]:
-        """Return what each router says of its workers; nothing for one that does not answer."""
+        """Return the workers listed by each router. Skip routers that do not answer."""
         found = []
         for router in range(len(self.ready["routers"])):
             try:
@@ -50,19 +49,19 @@ class ServiceUnderTest(Service):
         return found
 
     async def entries(self) -> dict[str, w.WorkerEntry]:
-        """Return the workers by name, as the first router that answers has them."""
+        """Return the workers by name, from the first router that lists any."""
         for listed in await self.listed_by_all():
             if listed.workers:
                 return {x.info.worker_id: x for x in listed.workers}
         return {}
 
     def router_pids(self) -> list[int]:
-        """Return the process of each router, by the ready file; 0 for one that was ended."""
+        """Return the pid of each router from the ready file, or 0 for one that has ended."""
         pids = [int(router["pid"]) for router in self.read_ready()["routers"]]
         return [0 if pid in self._gone or not psutil.pid_exists(pid) else pid for pid in pids]
 
     async def ready_workers(self, role: str) -> list[w.WorkerEntry]:
-        """Return the workers of a role that are given work now."""
+        """Return the workers of a role that currently get work."""
         return [
             entry
             for name, entry in (await self.entries()).items()
@@ -70,7 +69,7 @@ class ServiceUnderTest(Service):
         ]
 
     def end(self, pid: int, sign: signal.Signals = signal.SIGKILL) -> None:
-        """Kill a process, or tell it to end."""
+        """Send a signal that ends a process."""
         self._gone.add(pid)
         os.kill(pid, sign)
 
@@ -90,7 +89,8 @@ class ServiceUnderTest(Service):
         return found
 
     async def until_empty(self, within_s: float) -> list[tuple[int, str]]:
-        """Wait until nothing is held anywhere. Return what still is: KV blocks, and in words."""
+        """Wait until no worker holds anything. Return what is still held, as (KV blocks,
+        description)."""
         return await _until_none(self._held, within_s)
 
     async def _held(self) -> list[tuple[int, str]]:
@@ -100,11 +100,13 @@ class ServiceUnderTest(Service):
             for entry in listed.workers
             if entry.outstanding_requests or entry.outstanding_tokens
         ]
+        operator = self.operator
         for name, entry in (await self.entries()).items():
             try:
-                async with rpc.open_channel(entry.info.address) as channel:
-                    request = w.GetStatusRequest()
-                    status = await WorkerStub(channel).GetStatus(request, timeout=RPC_TIMEOUT_S)
+                async with operator.open_channel(entry.info.address) as channel:
+                    status = await WorkerStub(channel).GetStatus(
+                        w.GetStatusRequest(), timeout=RPC_TIMEOUT_S, metadata=operator.metadata
+                    )
             except grpc.aio.AioRpcError as error:
                 held.append((0, f"{name} does not answer: {error.code().name}"))
                 continue
@@ -118,8 +120,8 @@ class ServiceUnderTest(Service):
 
 
 async def _until_none(look: Callable[[], Awaitable[list[T]]], within_s: float) -> list[T]:
-    """Look until nothing is found, and return what was found last."""
+    """Call `look` until it returns nothing or `within_s` has passed. Return its last result."""
     until_s = time.monotonic() + within_s
-    while (found := await look()) and time.monotonic() < until_s:  # noqa: ASYNC110 - it has to be asked
+    while (found := await look()) and time.monotonic() < until_s:  # noqa: ASYNC110 - only polling
         await asyncio.sleep(0.05)
     return found

@@ -1,1 +1,1 @@
-"""`pdserve bench compare`: variants side by side, with equal cores and equal traffic."""
+"""`pdserve bench compare`: comparison of variants with equal cores and equal traffic."""

@@ -1,4 +1,4 @@
-"""Are the variants set alike, and is a comparison valid?"""
+"""Checks that the variants of a comparison have equal settings, and that it is valid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.compare.result import ProcessorUse, VariantSettings
 from benchmarks.metrics import summarise
 from benchmarks.service import processor_s
 from benchmarks.stats import MIN_ROUNDS
-from router.accounting import price_s, sum_known
+from router.fleet.accounting import price_s, sum_known
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,24 +23,26 @@ if TYPE_CHECKING:
     from pdserve.types import WorkerInfo
 
 KV_TOKENS: Final = "kv_cache_tokens"
-# The size of a profiled KV cache differs by a few blocks from start to start.
+# Relative tolerance: the size of a profiled KV cache varies by a few blocks between starts.
 KV_TOLERANCE: Final = 0.01
-# A variant that waits may use so much of a core.
+# Most CPU cores that a waiting variant may use.
 IDLE_CORES: Final = 0.06
-# The share of the cores that other processes may use before it is noted, and before it is invalid.
+# Share of the cores that other processes may use without a caution, and without making the
+# comparison invalid.
 OTHERS_SHARE: Final = 0.1
 OTHERS_SHARE_LIMIT: Final = 0.25
 _HOUR_S: Final = 3600.0
 _SHARES: Final = {"cores", "gpus"}
 _OF_MODEL: Final = ("max_model_len", "vocab_size", "dtype")
-_OF_WORKER: Final = ("engine", "block_size", "max_num_seqs")
+_OF_WORKER: Final = ("engine", "block_size")
+_OF_LIMITS: Final = ("max_num_seqs", "max_num_batched_tokens")
 _NOT_BUSY: Final = ("idle", "iowait", "guest", "guest_nice")
 
 
 def settings_of(
     workers: Sequence[WorkerInfo], prices: Mapping[str, float] | None = None
 ) -> VariantSettings:
-    """Sum up what workers say of themselves; `prices` are `router.prices`."""
+    """Return the summary of the workers' registrations. `prices` are `router.prices`."""
     per_second = sum_known(price_s(prices or {}, worker) for worker in workers)
     roles = Counter(worker.role.value for worker in workers)
     values: dict[str, set[str]] = {}
@@ -48,15 +50,15 @@ def settings_of(
         told = {"model": worker.model.name, "model_path": worker.model.path, **worker.settings}
         told |= {name: str(getattr(worker.model, name)) for name in _OF_MODEL}
         told |= {name: str(getattr(worker, name)) for name in _OF_WORKER}
-        for name in told.keys() - _SHARES:
-            values.setdefault(name, set()).add(told[name])
-    gpus = {x for worker in workers for x in worker.settings.get("gpus", "").split(",") if x}
+        told |= {name: str(getattr(worker.limits, name)) for name in _OF_LIMITS}
+        for name, value in told.items():
+            values.setdefault(name, set()).add(value)
     return VariantSettings(
         workers={x: roles[x] for x in ("prefill", "decode", "aggregated") if x in roles},
-        cores=sum(int(worker.settings.get("cores", 0)) for worker in workers),
+        cores=sum(worker.cores for worker in workers),
         kv_cache_tokens=sum(worker.block_size * worker.total_blocks for worker in workers),
         of_workers={name: tuple(sorted(found)) for name, found in sorted(values.items())},
-        gpus=len(gpus),
+        gpus=len({x for worker in workers for x in worker.gpus}),
         price_per_hour=None if per_second is None else per_second * _HOUR_S,
     )
 
@@ -64,8 +66,8 @@ def settings_of(
 def differences(
     variants: Mapping[str, VariantSettings | None], differ: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return the settings in which variants differ, except those in `differ`, each with the values
-    by variant as text."""
+    """Return the settings that are not equal in all variants, except those in `differ`. The value
+    is a text with the setting of each variant."""
     known = {name: found for name, found in variants.items() if found is not None}
     told = {
         name: {setting: "/".join(values) for setting, values in s.of_workers.items()}
@@ -84,7 +86,7 @@ def differences(
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """Reasons why figures must not be compared, and facts that a reader should know."""
+    """Reasons why the comparison is invalid, and cautions for the reader."""
 
     invalid: tuple[str, ...]
     cautions: tuple[str, ...]
@@ -153,8 +155,8 @@ def _others_share(result: CompareResult) -> float:
 
 
 class ProcessorMeter:
-    """Counts CPU time from its creation to `use`. `driven` and `idle` are ready files; `driven` is
-    empty for an endpoint."""
+    """Measures CPU time from its creation to the call of `use`. `driven` and `idle` are the ready
+    files of the measured and of the waiting variants. `driven` is empty for an endpoint."""
 
     def __init__(self, driven: Mapping[str, Any], idle: Sequence[Mapping[str, Any]]) -> None:
         self._is_endpoint = not driven
@@ -180,6 +182,6 @@ class ProcessorMeter:
             "workers_s": processor_s(self._workers),
             "client_s": own.user + own.system,
             "idle_s": processor_s(self._idle),
-            # Of all processes on our cores. Guests are counted in user and nice already.
+            # All processes on our cores. `guest` times are already included in user and nice.
             "busy_s": sum(x for core in busy for k, x in core.items() if k not in _NOT_BUSY),
         }

@@ -1,4 +1,5 @@
-"""A comparison as it is kept: what each variant was, and the timeline of every request."""
+"""The stored result of a comparison: facts about each variant, and the timeline of every
+request."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from benchmarks.errors import BenchError
-from benchmarks.metrics import RequestRecord  # noqa: TC001 - msgspec reads the annotations
+from benchmarks.metrics import RequestTimeline  # noqa: TC001 - msgspec reads the annotations
 from benchmarks.replay import jsonable, parse
 
 SCHEMA: Final = "pdserve.bench.compare/2"
@@ -17,9 +18,9 @@ Kind = Literal["round", "probe"]
 
 @dataclass(frozen=True, slots=True)
 class VariantSettings:
-    """What the workers of a variant say of themselves: their number by role, sums over them, and
-    every other setting with the distinct values that the workers have. `price_per_hour` is None
-    if a worker has no price."""
+    """Settings of a variant, from its workers' registrations: their number by role, sums over them,
+    and the distinct values of every other setting. `price_per_hour` is None if a worker has no
+    price."""
 
     workers: Mapping[str, int]
     cores: int
@@ -30,13 +31,13 @@ class VariantSettings:
 
     @property
     def device(self) -> tuple[str, int]:
-        """What does the work, and how many there are."""
+        """The kind of device, "gpu" or "core", and its number."""
         return ("gpu", self.gpus) if self.gpus else ("core", self.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantFacts:
-    """What a variant was. `settings` is None for an endpoint, of which nothing is known."""
+    """Facts about a variant. `settings` is None for an endpoint, whose settings are unknown."""
 
     name: str
     kind: Literal["started", "endpoint"]
@@ -48,7 +49,7 @@ class VariantFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorUse:
     """CPU seconds in `window_s`: of the measured variant's router and workers (None for an
-    endpoint), of this client, of variants that only waited, and of all other processes."""
+    endpoint), of this client, of the waiting variants, and of all other processes."""
 
     window_s: float
     router_s: float | None
@@ -60,8 +61,8 @@ class ProcessorUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One replay against one variant. `notes` say what spoils it; `repeated` says that it replaces
-    a replay in which the client was late."""
+    """One replay against one variant. `notes`: reasons why it is invalid. `repeated`: it replaces a
+    replay in which the client was late."""
 
     variant: str
     kind: Kind
@@ -72,13 +73,13 @@ class Measurement:
     processor: ProcessorUse
     notes: tuple[str, ...] = ()
     repeated: bool = False
-    records: tuple[RequestRecord, ...]
+    records: tuple[RequestTimeline, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareResult:
-    """A comparison. Ratios are to `baseline`. Variants may differ in the settings `differ`, because
-    those are what is compared. `is_complete` is False while rounds or probes are missing."""
+    """A comparison. Ratios are to `baseline`. `differ`: the compared settings, in which variants
+    may differ. `is_complete` is False while rounds or probes are missing."""
 
     created: str
     trace: Mapping[str, Any]
@@ -96,18 +97,18 @@ class CompareResult:
         return [x for x in self.measurements if (x.variant, x.kind) == (variant, kind)]
 
     def shown(self, variant: str) -> list[Measurement]:
-        """Return its rounds, or its probes if it had no rounds."""
+        """Return the rounds of a variant, or its probes if it has no rounds."""
         return self.of(variant, "round") or self.of(variant, "probe")
 
 
 def to_json(result: CompareResult, summary: object) -> str:
-    """Write a result and its summary as one line of JSON."""
+    """Return a result and its summary as one line of JSON."""
     found = {"schema": SCHEMA, **jsonable(result), "summary": summary}
     return json.dumps(found, separators=(",", ":")) + "\n"
 
 
 def from_json(whole: Any) -> CompareResult:
-    """Raises BenchError for what `to_json` did not write."""
+    """Return the result that `to_json` wrote. Raises BenchError for other content."""
     if not isinstance(whole, dict) or whole.get("schema") != SCHEMA:
         raise BenchError(f"not a result of `pdserve bench compare` ({SCHEMA})")
     return parse(whole, CompareResult)

@@ -16,9 +16,10 @@ from benchmarks.compare.summary import next_rate, probes_of
 from benchmarks.errors import BenchError
 from benchmarks.metrics import summarise
 from benchmarks.replay import ReplaySettings, host_facts, jsonable, run_replay
-from benchmarks.service import Service
+from benchmarks.service import LocalService
 from benchmarks.stats import WARMUP, alternate
-from benchmarks.traces import Shape, load_trace
+from benchmarks.traces import load_trace
+from benchmarks.workload import Shape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -30,22 +31,24 @@ if TYPE_CHECKING:
 
     Connect = Callable[[str], Target]
 
-# Without --scale-lengths, lengths are halved on a CPU until prompts are no longer on average.
+# Without --scale-lengths, lengths on a CPU are halved until the mean prompt has at most this many
+# tokens.
 CPU_MEAN_INPUT: Final = 512
 WARMUP_REQUESTS: Final = 8
 MAX_PROBE_REQUESTS: Final = 2000
 DRAIN_TIMEOUT_S: Final = 60.0
-_SEEDS: Final = 10_000  # a kind of replay has
+_SEEDS: Final = 10_000  # number of seeds for each kind of replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSettings:
-    """What is compared and how. `scale_lengths` None means: chosen by the device. `probes` is the
-    most that a sweep makes for each variant; 0 makes no sweep."""
+    """Settings of a comparison. `scale_lengths`: None chooses it by the device. `probes`: most
+    probes of a sweep for each variant; 0 means no sweep."""
 
     trace: str
     scale_lengths: Fraction | None = None
     max_output_tokens: int | None = None
+    max_turns: int | None = None
     max_total_tokens: int | None = None
     rate_per_s: float = 2.0
     requests: int = 40
@@ -62,14 +65,14 @@ class CompareSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
-    """One variant: its processes, if they are started here, and the connection to it. `model` is
-    the one to ask for; None is the only one."""
+class _RunningVariant:
+    """A running variant: its processes, if they are started here, and the connection to it.
+    `model`: name of the model; None selects the only one."""
 
     facts: VariantFacts
     served: ServedModel
     target: Target
-    service: Service | None
+    service: LocalService | None
     model: str | None
 
     @property
@@ -83,13 +86,13 @@ async def _start(
     connect: Connect,
     directory: Path,
     ending: AsyncExitStack,
-) -> _Running:
-    """Start a variant and ask what it is; `ending` stops it. Raises BenchError."""
+) -> _RunningVariant:
+    """Start a variant and read its settings. `ending` stops it. Raises BenchError."""
     service, model, own = None, None, None
     if variant.url:
         target, model = connect(variant.url), settings.endpoint_model
     else:
-        service = Service(variant.name, variant.config, directory / variant.name)
+        service = LocalService(variant.name, variant.config, directory / variant.name)
         ending.push_async_callback(service.stop)
         await service.start()
         own = settings_of(await service.workers(), variant.config["router"]["prices"])
@@ -101,7 +104,7 @@ async def _start(
     facts = VariantFacts(
         name=variant.name, kind=kind, api=settings.api, model=served.name, settings=own
     )
-    return _Running(facts, served, target, service, model)
+    return _RunningVariant(facts, served, target, service, model)
 
 
 async def run_compare(
@@ -113,17 +116,17 @@ async def run_compare(
     directory: Path,
     before: CompareResult | None = None,
 ) -> AsyncIterator[CompareResult]:
-    """Yield the result after each round and each probe; the last is complete.
+    """Yield the result after each round and each probe. The last one is complete.
 
-    Logs go to `directory`. `connect` makes the connection to an endpoint from its URL. `before` is
-    the incomplete result of the same comparison to continue. Raises BenchError if a variant does
-    not start or variants differ in a setting.
+    Logs are written to `directory`. `connect` returns the connection to an endpoint's URL. `before`
+    is an incomplete result of the same comparison, to continue it. Raises BenchError if a variant
+    does not start or if the variants' settings differ.
     """
     trace = load_trace(settings.trace)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    running: dict[str, _Running] = {}
+    running: dict[str, _RunningVariant] = {}
     async with AsyncExitStack() as ending:
-        # One after the other, so that none is slowed down by another's start.
+        # Start variants one after the other, because parallel starts would slow each other down.
         for variant in variants:
             progress.step(f"starting {variant.name}")
             running[variant.name] = await _start(variant, settings, connect, directory, ending)
@@ -150,7 +153,8 @@ async def run_compare(
 
 
 def _continued(before: CompareResult, now: CompareResult) -> CompareResult:
-    """Take the measurements of an interrupted run. Raises BenchError if its settings differ."""
+    """Return the result with the measurements of an interrupted run. Raises BenchError if its
+    settings differ."""
     if before.trace["digest"] != now.trace["digest"]:
         raise BenchError(f"--resume: the kept result is of trace {before.trace['name']}")
     names = [[x.name for x in each.variants] for each in (before, now)]
@@ -164,9 +168,10 @@ def _continued(before: CompareResult, now: CompareResult) -> CompareResult:
 
 
 def _settled(
-    settings: CompareSettings, trace: Trace, variants: Sequence[_Running]
+    settings: CompareSettings, trace: Trace, variants: Sequence[_RunningVariant]
 ) -> CompareSettings:
-    """Refuse variants that are set differently, and fill in what depends on them."""
+    """Return the settings with the values that depend on the variants. Raises BenchError if the
+    variants' settings differ."""
     known = [x.facts.settings for x in variants if x.facts.settings is not None]
     found = differences({x.facts.name: x.facts.settings for x in variants}, settings.differ)
     if found:
@@ -185,14 +190,15 @@ def _settled(
     return replace(
         settings,
         scale_lengths=scale,
-        # One vocabulary and one limit for all, so that every variant is sent the same.
+        # Use the smallest vocabulary and context of all, so that every variant gets the same
+        # requests.
         vocab_size=settings.vocab_size or min((x for x in sizes if x), default=None),
         max_total_tokens=min((x for x in lengths if x), default=None),
     )
 
 
 def fitting_scale(trace: Trace) -> Fraction:
-    """Return the largest power of 1/2 that brings prompts to `CPU_MEAN_INPUT` on average."""
+    """Return the largest power of 1/2 that reduces the mean prompt to `CPU_MEAN_INPUT` tokens."""
     mean = sum(row.input_tokens for row in trace.requests) / len(trace.requests)
     scale = Fraction(1)
     while mean * scale > CPU_MEAN_INPUT:
@@ -203,7 +209,7 @@ def fitting_scale(trace: Trace) -> Fraction:
 @dataclass(frozen=True, slots=True)
 class _Measuring:
     settings: CompareSettings
-    running: Mapping[str, _Running]
+    running: Mapping[str, _RunningVariant]
     trace: Trace
     progress: Progress
 
@@ -228,7 +234,7 @@ class _Measuring:
                 rate = next_rate(probes, first=s.rate_per_s, limit=s.probes)
                 if rate is None or len(probes) > number:
                     continue
-                # Long enough that a queue has the time to grow.
+                # Long enough for a queue to build up if the rate is too high.
                 requests = max(s.requests, min(MAX_PROBE_REQUESTS, ceil(rate * s.probe_s)))
                 found.append(await self._measure(name, "probe", number, rate, requests))
                 yield tuple(found)
@@ -236,18 +242,20 @@ class _Measuring:
     async def _measure(
         self, name: str, kind: Kind, number: int, rate: float, requests: int
     ) -> Measurement:
-        """Measure; repeat once with other prompts if the client was late."""
+        """Run one measurement. Repeat it once with other prompts if the client was late."""
         s, variant = self.settings, self.running[name]
         is_warmup = number == WARMUP
         what = "warm-up" if is_warmup else f"{kind} {number + 1}"
         of = f" of {s.rounds}" if kind == "round" and not is_warmup else ""
         self.progress.step(f"{what}{of}, {name}, {rate:.2f}/s")
-        # Each replay has prompts that no prefix cache has seen, the same for every variant.
+        # Each replay has new prompts, which no prefix cache has. They are the same for every
+        # variant.
         place = 2 if is_warmup else int(kind == "probe")
         assert s.scale_lengths is not None
         shape = Shape(
             scale_lengths=s.scale_lengths,
             max_output_tokens=s.max_output_tokens,
+            max_turns=s.max_turns,
             max_total_tokens=s.max_total_tokens,
             skip=number * s.requests if place == 0 else 0,
             limit=max(2, min(WARMUP_REQUESTS, requests)) if is_warmup else requests,
@@ -268,7 +276,7 @@ class _Measuring:
         return replace(await self._once(variant, kind, number, again), repeated=True)
 
     async def _once(
-        self, variant: _Running, kind: Kind, number: int, replay: ReplaySettings
+        self, variant: _RunningVariant, kind: Kind, number: int, replay: ReplaySettings
     ) -> Measurement:
         idle = [x.ready for x in self.running.values() if x is not variant and x.ready]
         meter = ProcessorMeter(variant.ready, idle)

@@ -1,9 +1,9 @@
 """The figures of a comparison, computed from its result.
 
-A figure is the median over rounds, a ratio the median over rounds of the quotient with the baseline
-in the same round. Percentiles of a round count failed requests as infinitely slow. A sweep searches
-for the highest rate at which 90 % of requests meet both limits; DistServe (Zhong et al., OSDI 2024)
-compares systems by it.
+A figure is the median over rounds. A ratio is the median over rounds of the quotient with the
+baseline in the same round. Percentiles of a round count failed requests as infinitely slow. A sweep
+searches for the highest rate at which 90 % of requests meet both limits. DistServe (Zhong et al.,
+OSDI 2024) uses this rate to compare systems.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from benchmarks.compare.fairness import Validity, judge
-from benchmarks.metrics import Summary, summarise
+from benchmarks.metrics import TURN_RANGES, Summary, summarise
 from benchmarks.replay import jsonable
 from benchmarks.stats import Estimate, estimate, ratio
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from benchmarks.compare.result import CompareResult, Measurement, VariantFacts, VariantSettings
-
+    from benchmarks.metrics import SessionSummary
 
 ATTAINMENT: Final = 0.9
 _COUNTS: Final = ("requests", "ok", "failed", "timed_out", "errors", "itl_caution")
-CLOSE: Final = 1.1  # the search ends when the passed and the failed rate are so close
+CLOSE: Final = 1.1  # the search ends when failed rate / passed rate is at most this
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One rate, and the share of its requests that met every limit."""
+    """One measured rate, and the share of its requests that met every limit."""
 
     rate_per_s: float
     attainment: float
@@ -50,7 +50,7 @@ def probes_of(measurements: Iterable[Measurement], slo_s: Mapping[str, float]) -
 
 
 def bracket(probes: Sequence[Probe]) -> tuple[float | None, float | None]:
-    """Return the highest rate below every failure that passed, and the lowest that failed."""
+    """Return (highest passed rate below all failed rates, lowest failed rate)."""
     failed = min((x.rate_per_s for x in probes if not x.passed), default=None)
     below = [x.rate_per_s for x in probes if x.passed and (failed is None or x.rate_per_s < failed)]
     return max(below, default=None), failed
@@ -59,7 +59,7 @@ def bracket(probes: Sequence[Probe]) -> tuple[float | None, float | None]:
 def next_rate(probes: Sequence[Probe], *, first: float, limit: int) -> float | None:
     """Return the rate to try next, or None when the search is over.
 
-    It doubles or halves until one probe passed and one failed, then bisects their ratio.
+    Double or halve the rate until one probe has passed and one has failed. Then bisect their ratio.
     """
     if len(probes) >= limit:
         return None
@@ -71,26 +71,36 @@ def next_rate(probes: Sequence[Probe], *, first: float, limit: int) -> float | N
     return None if failed / passed <= CLOSE else sqrt(passed * failed)
 
 
-class Figure(NamedTuple):
-    """One line of the comparison. `unit` is `s`, `share`, `per_s` or `price`."""
+class ComparedMetric(NamedTuple):
+    """One line of the comparison. `unit` is `s`, `share`, `per_s`, `tokens` or `price`."""
 
     label: str
     unit: str
 
 
+LESS_IS_BETTER: Final = ("s", "tokens", "price")
 _LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tt2t": "TT2T", "e2e": "E2E", "itl": "ITL"}
+_SESSIONS: Final = {"session": "session time", "waited": "session time without pauses"}
 _RATES: Final = {"goodput": "goodput, requests/s", "output_tokens": "output tokens/s"}
 _PER: Final = {"": "", "_per_core": " per core", "_per_gpu": " per GPU"}
 FIGURES: Final = {
     **{
-        f"{name}_{p}": Figure(f"{label} {p}", "s")
+        f"{name}_{p}": ComparedMetric(f"{label} {p}", "s")
         for name, label in _LATENCIES.items()
         for p in ("p50", "p99")
     },
-    "attainment": Figure("SLO attainment", "share"),
-    "cost": Figure("cost per million output tokens within the SLO", "price"),
+    **{f"ttft_turn_{x}": ComparedMetric(f"TTFT of turn {x} p50", "s") for x in TURN_RANGES},
     **{
-        f"{name}{per}": Figure(f"{label}{text}", "per_s")
+        f"{name}_{p}": ComparedMetric(f"{label} {p}", "s")
+        for name, label in _SESSIONS.items()
+        for p in ("p50", "p99")
+    },
+    "hit_rate": ComparedMetric("cached prompt tokens of sessions", "share"),
+    "recomputed": ComparedMetric("tokens of earlier turns computed again, a turn", "tokens"),
+    "attainment": ComparedMetric("SLO attainment", "share"),
+    "cost": ComparedMetric("cost per million output tokens within the SLO", "price"),
+    **{
+        f"{name}{per}": ComparedMetric(f"{label}{text}", "per_s")
         for name, label in _RATES.items()
         for per, text in _PER.items()
     },
@@ -98,11 +108,13 @@ FIGURES: Final = {
 
 
 def figures_of(summary: Summary, settings: VariantSettings | None) -> dict[str, float]:
-    """Return the figures of one round by key, without those it does not define."""
+    """Return the figures of one round by key, without undefined ones."""
     found: dict[str, float] = {}
     for name, sample in (*summary.latency.items(), ("itl", summary.itl)):
         if sample is not None and name in _LATENCIES:
             found |= {f"{name}_p50": sample.p50, f"{name}_p99": sample.p99}
+    if summary.sessions is not None:
+        found |= _session_figures(summary.sessions)
     rates = {"output_tokens": summary.output_tokens_per_s}
     if summary.slo is not None:
         found["attainment"] = summary.slo.attainment
@@ -117,8 +129,19 @@ def figures_of(summary: Summary, settings: VariantSettings | None) -> dict[str, 
     return found
 
 
+def _session_figures(sessions: SessionSummary) -> dict[str, float]:
+    found = {f"ttft_turn_{turns}": sample.p50 for turns, sample in sessions.ttft.items()}
+    for name, sample in (("session", sessions.time), ("waited", sessions.waited)):
+        if sample is not None:
+            found |= {f"{name}_p50": sample.p50, f"{name}_p99": sample.p99}
+    if sessions.hit_rate is not None and sessions.recomputed_tokens is not None:
+        found["hit_rate"] = sessions.hit_rate
+        found["recomputed"] = sessions.recomputed_tokens / sessions.turns
+    return found
+
+
 def _cost(settings: VariantSettings | None, tokens_per_s: float) -> float | None:
-    """Return the price of a million tokens, None if it is not known."""
+    """Return the price of a million tokens, or None if it is unknown."""
     if settings is None or settings.price_per_hour is None or not tokens_per_s:
         return None
     return settings.price_per_hour / 3600.0 / tokens_per_s * 1e6
@@ -126,8 +149,8 @@ def _cost(settings: VariantSettings | None, tokens_per_s: float) -> float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSummary:
-    """The probes of a variant. `passed` is the highest rate that passed below every failure, `cost`
-    that of a million output tokens within the SLO at this rate."""
+    """The probes of a variant. `passed`: highest passed rate below all failed ones. `cost`: price
+    of a million output tokens within the SLO at this rate."""
 
     probes: tuple[Probe, ...]
     passed: float | None
@@ -140,8 +163,8 @@ class SweepSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantSummary:
-    """One variant over all rounds. `figures` and `ratios` are by a figure's key and lack what is
-    not defined."""
+    """One variant over all rounds. `figures` and `ratios` are by the key of the figure; undefined
+    ones are missing."""
 
     name: str
     requests: int
@@ -166,18 +189,18 @@ class CompareSummary:
     variants: tuple[VariantSummary, ...]
 
     @property
-    def shown(self) -> dict[str, Figure]:
-        """The figures that some variant has."""
+    def shown(self) -> dict[str, ComparedMetric]:
+        """The figures that at least one variant has."""
         return {k: x for k, x in FIGURES.items() if any(k in v.figures for v in self.variants)}
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON. Its key for variants is `arms`, as the option is `--arms`."""
+        """Return JSON. Its key for variants is `arms`, like the option `--arms`."""
         found = jsonable(self)
         return {("arms" if key == "variants" else key): value for key, value in found.items()}
 
 
 def summarise_compare(result: CompareResult) -> CompareSummary:
-    """Sum up a result."""
+    """Return the summary of a result."""
     figures = {
         x.name: [
             figures_of(summarise(m.records, result.slo_s), x.settings)
@@ -196,7 +219,7 @@ def _variant(
     own: Sequence[Mapping[str, float]],
     baseline: Sequence[Mapping[str, float]],
 ) -> VariantSummary:
-    """`own` and `baseline` are the figures of each round."""
+    """Return the summary of one variant. `own` and `baseline` have the figures of each round."""
     medians, ratios = {}, {}
     for key in FIGURES:
         if not own or not all(key in x for x in own):

@@ -1,4 +1,4 @@
-"""The variants of a comparison and their equal shares of a machine."""
+"""The variants of a comparison, and their equal shares of a machine's cores."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 _SHAPE: Final = re.compile(r"(?:([1-9]\d?)P([1-9]\d?)D)?(?:([1-9]\d?)A)?", re.ASCII)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,31}", re.ASCII)
-_SPARE_CORES: Final = 2  # for router and client, if each worker still has a core
+_SPARE_CORES: Final = 2  # for router and client, if each worker still gets a core
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One system under test: workers started for it, or an endpoint that runs already.
+    """One system under test: workers that the comparison starts, or an existing endpoint.
 
-    `overrides` are configuration keys that only this variant has, `config` is all of its
-    configuration. `url` is "" for what is started here.
+    `overrides`: configuration keys of this variant only. `config`: its whole configuration. `url`
+    is "" unless it is an endpoint.
     """
 
     name: str
@@ -80,11 +80,11 @@ def parse_variants(texts: Sequence[str], settings: Sequence[str] = ()) -> tuple[
 
 
 def share_cores(variants: Sequence[Variant], available: int) -> int:
-    """Return the number of cores that the workers of each variant have together.
+    """Return the total number of cores for the workers of each variant.
 
-    It is the same for all variants and divides evenly between the workers of each: the most that is
-    possible, leaving two cores to router and client if each worker still has one. Raises BenchError
-    if the variants cannot have the same number.
+    It is the largest number that is equal for all variants and can be divided evenly among the
+    workers of each. Two cores are left for router and client if each worker still gets one. Raises
+    BenchError if there are not enough cores for an equal number.
     """
     counts = sorted({variant.workers for variant in variants if not variant.url})
     step, each = math.lcm(*counts), " and ".join(map(str, counts))

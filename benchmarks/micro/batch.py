@@ -1,9 +1,9 @@
 """TTFT of interactive requests, alone and while a batch runs.
 
-One 1P1D service. Each round sends the same number of fresh prompts at random moments, at `--rate` a
-second whether or not earlier answers have arrived: once alone, and once after a batch of `--lines`
-requests has begun, which is cancelled afterwards. Reported are TTFT, the requests that failed, and
-the lines of the batch that were answered meanwhile in a second.
+The service is 1P1D. Each round sends the same number of new prompts at random times (open loop) at
+`--rate` per second: once alone, and once while a batch of `--lines` requests runs, which is then
+cancelled. Reported are TTFT, the number of failed requests, and the batch's answered lines per
+second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.batches import Batches
+from benchmarks.batches import BatchClient
 from benchmarks.errors import BenchError, TargetError
 from benchmarks.micro.serving import serving
 from benchmarks.stats import alternate, percentiles
@@ -45,14 +45,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Raises BenchError."""
+    """Return rows and notes. Raises BenchError."""
     async with AsyncExitStack() as ending:
         name = ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-"))
         worker = {"model": args.model, "engine": args.engine}
         progress.step("starting 1P1D")
         starting = serving("1P1D", Path(name), worker, {"cores_per_worker": 1})
         served = await ending.enter_async_context(starting)
-        batches = await ending.enter_async_context(Batches(served.ready["http"]))
+        batches = await ending.enter_async_context(BatchClient(served.ready["http"]))
 
         async def measure(variant: str, number: int) -> dict[str, float]:
             progress.step(f"round {number + 1} of {args.rounds}, {variant}")
@@ -81,11 +81,12 @@ async def run(
 async def _traffic(
     served: Serving, number: int, variant: str, args: argparse.Namespace
 ) -> dict[str, float]:
-    # The same moments in both variants of a round, but no prompt that a prefix cache has.
+    # Both variants of a round send at the same times, but with different prompts, so that no prefix
+    # cache has them.
     moments, chance = random.Random(number), random.Random(f"{number}/{variant}")
 
     async def send(at_s: float, prompt: Sequence[int]) -> float | None:
-        """Return the milliseconds to the first token, None if the request failed."""
+        """Return the milliseconds to the first token, or None if the request failed."""
         await asyncio.sleep(at_s)
         try:
             return (await served.ask(prompt, args.tokens))[0][0]
@@ -104,7 +105,7 @@ async def _traffic(
     return {"ttft p50, ms": p50, "ttft p99, ms": p99, "failed": len(times) - len(ttfts)}
 
 
-async def _begin(batches: Batches, model: str, args: argparse.Namespace) -> str:
+async def _begin(batches: BatchClient, model: str, args: argparse.Namespace) -> str:
     bodies = {}
     for number in range(args.lines):
         words = random.Random(f"{time.time_ns()}/{number}").choices(("a", "b", "c"), k=args.prompt)

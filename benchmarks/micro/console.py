@@ -1,10 +1,10 @@
-"""What an open console costs the router, and how smooth its page is.
+"""Router CPU cost of an open console, and frame rate of its page.
 
 One router and `--workers` fake engines, half of them for prefill, with `--streams` requests in
-flight. Each round takes the router's processor time for `--seconds` without a viewer and with one
-that reads all events. Where chromium and playwright are installed, the frames of the page are
-counted, and how long its main thread (scripts, style, layout and paint) works for each: where
-engines and a browser without a GPU share few cores, frames are late although the page is not slow.
+flight. Each round measures the router's CPU time over `--seconds` without a viewer, and with one
+that reads all events. If chromium and playwright are installed, the frames of the page are counted,
+with the work of its main thread (scripts, style, layout and paint) for each. If engines and a
+browser without a GPU share few cores, frames are late although the page itself is fast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ALONE, VIEWED = "nobody looks", "one viewer"
 PAGES = ("requests", "workers")
 STEP_S = 0.25
-# Counts frames for a while, and returns how many there were a second and the longest pause in ms.
+# Counts frames for some seconds. Returns frames per second and the longest pause in ms.
 _FRAMES = """(seconds) => new Promise((resolve) => {
   let count = 0, longest = 0, before = performance.now();
   const began = before;
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Raises BenchError."""
+    """Return rows and notes. Raises BenchError."""
     half = args.workers // 2
     async with AsyncExitStack() as ending:
         name = ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-"))
@@ -78,7 +78,7 @@ async def run(
             progress.step(f"round {number + 1} of {args.rounds}, {variant}")
             async with asyncio.TaskGroup() as group:
                 viewer = group.create_task(_view(router["http"])) if variant == VIEWED else None
-                await asyncio.sleep(3.0)  # the past requests are sent at first
+                await asyncio.sleep(3.0)  # a new viewer first gets the past requests
                 cpu_s, began = processor_s([router["pid"]]), time.perf_counter()
                 await asyncio.sleep(args.seconds)
                 used = (processor_s([router["pid"]]) - cpu_s) / (time.perf_counter() - began)

@@ -1,10 +1,10 @@
-"""How fast KV blocks move between two processes over each transport, beside memcpy.
+"""Speed of KV transfers between two processes over each transport, compared with memcpy.
 
-Both processes run the worker half of the connector, as vLLM's worker does. Scattered blocks move
-to scattered blocks, others in every round, in caches larger than the processor's; the first
-transfer of each case is checked byte by byte. memcpy gathers the same blocks within one process
-(numpy.take), also from shared memory to shared memory: private memory has larger pages, which copy
-faster.
+Both processes run the worker half of the connector, as vLLM's worker does. Scattered blocks are
+copied to scattered blocks, different ones in every round, in caches larger than the CPU's. The
+first transfer of each case is checked byte by byte. memcpy gathers the same blocks within one
+process (numpy.take). It also uses shared memory, because private memory has larger pages, which are
+copied faster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import mmap
 import multiprocessing
 import random
-import threading
+import select
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,13 +25,14 @@ import numpy as np
 
 from benchmarks.errors import BenchError
 from benchmarks.stats import WARMUP, alternate, compare
+from kv_transfer.cache.geometry import KvGeometry, KvGroup
+from kv_transfer.cache.host_memory import KvRegion, SharedMemory, prefault
 from kv_transfer.errors import KvTransferError
-from kv_transfer.layout import KvGeometry, KvGroup
-from kv_transfer.memory import KvRegion, SharedMemory, prefault
-from kv_transfer.protocol.plan import Plan, Shard
-from kv_transfer.settings import KvSettings
+from kv_transfer.protocol.peers import Peers
+from kv_transfer.protocol.plan import CopyPlan, Shard
+from kv_transfer.protocol.transport import LocalKv
+from kv_transfer.settings import read_extra_config
 from kv_transfer.transport import make
-from kv_transfer.transport.base import LocalKv
 from kv_transfer.vllm.step import (
     ConsumerStart,
     ProducerEnded,
@@ -39,7 +40,7 @@ from kv_transfer.vllm.step import (
     ProducerProgress,
     StepMetadata,
 )
-from kv_transfer.vllm.worker import WorkerHalf
+from kv_transfer.vllm.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
     import argparse
@@ -53,7 +54,7 @@ WAYS: Final = ("shm", "tcp")
 MEMCPY: Final = "memcpy"
 PRODUCER, CONSUMER = "producer", "consumer"
 ARRIVAL_S: Final = 60.0
-SETTLE_S: Final = 0.01  # until this process has handed the work over and is quiet
+SETTLE_S: Final = 0.01  # until this process has handed over the work and is idle
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ class _Case(NamedTuple):
 async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure each case over all ways in turns. Raises BenchError."""
+    """Measure each case over all transports in turn. Return rows and notes. Raises BenchError."""
     ways = [MEMCPY, *args.only.split(",")]
     rows: list[dict[str, Any]] = []
     for block_bytes in (int(x) << 10 for x in args.block_kib.split(",")):
@@ -153,18 +154,14 @@ def _shared(size: int) -> tuple[SharedMemory, NDArray[np.uint64]]:
     return memory, words
 
 
-class _Watched(WorkerHalf):
-    """Sets `over` when a transfer may have ended; vLLM asks after each step instead."""
-
-    def __init__(self, way: str, instance_id: str) -> None:
-        settings = KvSettings(transports=(way,))
-        super().__init__(settings, instance_id, make(settings))
-        self.over = threading.Event()
-        self.peers.wake = self.over.set
+def _has_results(half: WorkerHalf) -> bool:
+    """Wait until a transfer has ended. Return False if none does in ARRIVAL_S."""
+    return bool(select.select([half.driver.wakeup], [], [], ARRIVAL_S)[0])
 
 
 class _Side:
-    """One process: a cache in shared memory, and a worker half for each transport."""
+    """The producer or consumer process: a cache in shared memory, and a worker half for each
+    transport."""
 
     def __init__(self, role: str, case: _Case) -> None:
         self._role, self._case = role, case
@@ -173,38 +170,46 @@ class _Side:
         self._address = int(words.ctypes.data)
         words[:] = np.arange(len(words)) if role == PRODUCER else np.iinfo(np.uint64).max
         self._blocks = words.reshape(case.num_blocks, -1)
-        if role == CONSUMER:  # what the producer has, for memcpy and for the check
+        if role == CONSUMER:  # a copy of the producer's content, for memcpy and for the check
             words = _shared(size)[1]
             words[:] = np.arange(len(words))
             self._source = words.reshape(case.num_blocks, -1)
-        self._halves: dict[str, _Watched] = {}
+        self._halves: dict[str, WorkerHalf] = {}
         self._peers: dict[str, Any] = {}
 
     def open(self, way: str, peer: Any) -> Any:
-        """Return our address. `peer` is the producer's, None there."""
+        """Set up a transport and return our address. `peer` is the producer's address, or None in
+        the producer."""
         page = self._case.block_bytes
         geometry = KvGeometry(1, self._case.num_blocks, page, self._memory.size, page)
-        half = self._halves[way] = _Watched(way, self._role)
+        settings = read_extra_config({"transports": (way,)})
         region = KvRegion(self._address, self._memory.size, geometry)
-        # One token a block: the content of a token does not matter here.
-        plan = Plan((Shard(1, page, KvGroup(0, 1)),))
-        half.register(LocalKv((region,), self._memory), "bench", plan)
+        # Blocks have one token here, because their content does not matter.
+        plan = CopyPlan((Shard(1, page, KvGroup(0, 1)),))
+        peers = Peers(
+            settings,
+            self._role,
+            make(settings),
+            local=LocalKv((region,), self._memory),
+            compatibility="bench",
+            plan=plan,
+        )
+        self._halves[way] = WorkerHalf(peers, plan)
         self._peers[way] = peer
-        return half.peers.address
+        return peers.address
 
     def close(self) -> None:
         for half in self._halves.values():
             half.close()
 
     def _ids(self, trip: int, role: str) -> list[int]:
-        """Scattered blocks, others for every trip."""
+        """Return random block ids, different ones for every trip."""
         blocks = range(self._case.num_blocks)
         return random.Random(f"{role} {trip}").sample(blocks, self._case.blocks)
 
     def offer(self, way: str, trip: int) -> None:
-        """Hold blocks for the consumer, as after a prefill. This is not measured."""
+        """Hold blocks for the consumer, as after a prefill. Not measured."""
         half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, PRODUCER)
-        half.over.clear()
         half.before_step(StepMetadata(expected=[ProducerExpected(name, name)]))
         half.after_step(StepMetadata(progress=[ProducerProgress(name, [ids], len(ids))]))
         half.before_step(StepMetadata(ended=[ProducerEnded(name, (1,), held=True)]))
@@ -212,18 +217,16 @@ class _Side:
     def wait_for_acknowledgement(self, way: str, trip: int) -> None:
         half = self._halves[way]
         while f"t{trip}" not in half.take_results()[0]:
-            if not half.over.wait(ARRIVAL_S):
+            if not _has_results(half):
                 raise KvTransferError("no acknowledgement")
-            half.over.clear()
 
     def receive(self, way: str, trip: int) -> float:
-        """Return the seconds that a transfer takes."""
+        """Run a transfer and return its duration in seconds."""
         half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, CONSUMER)
-        half.over.clear()
         start = ConsumerStart(name, name, (self._peers[way],), PRODUCER, len(ids), [(0, ids)])
         begun = time.perf_counter()
         half.before_step(StepMetadata(starts=[start]))
-        arrived = half.over.wait(ARRIVAL_S)
+        arrived = _has_results(half)
         seconds = time.perf_counter() - begun
         half.take_results()
         output = half.take_output()
@@ -235,15 +238,15 @@ class _Side:
         return seconds
 
     def copy(self, trip: int) -> float:
-        """Return the seconds that memcpy takes."""
+        """Copy the blocks with memcpy and return the duration in seconds."""
         ids, blocks = np.array(self._ids(trip, PRODUCER)), self._case.blocks
         first = min(self._ids(trip, CONSUMER)[0], self._case.num_blocks - blocks)
         begun = time.perf_counter()
-        # In any other mode than `clip` numpy copies twice.
+        # In all other modes, numpy copies to a buffer first.
         np.take(self._source, ids, axis=0, out=self._blocks[first : first + blocks], mode="clip")
         return time.perf_counter() - begun
 
     def wrong_blocks(self, trip: int) -> int:
-        """Return the number of blocks that are not what the producer has."""
+        """Return the number of received blocks that differ from the producer's."""
         there, here = (self._ids(trip, role) for role in (PRODUCER, CONSUMER))
         return int((self._blocks[here] != self._source[there]).any(axis=1).sum())

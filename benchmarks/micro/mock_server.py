@@ -1,8 +1,8 @@
 """An OpenAI server without a model: `python -m benchmarks.micro.mock_server PORT STEP_S`.
 
-Like an engine it makes one token at each step for every answer that was open when the step began.
-The text of a token is the time of its step (CLOCK_MONOTONIC). A request that is not streamed is a
-prefill: it is answered after one step, with what vLLM's connector would return to a router.
+Like an engine, it generates one token per step for every answer that was open when the step began.
+The text of a token is the time of its step (CLOCK_MONOTONIC). A request without streaming is a
+prefill: it is answered after one step, with the fields that vLLM's connector returns to a router.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PREFILLED = {
 _MODELS = {"object": "list", "data": [{"id": "mock", "object": "model", "owned_by": "mock"}]}
 
 
-class Engine:
-    """State: tokens still to make for each open answer."""
+class MockEngine:
+    """A fake engine. State: remaining tokens of each open answer."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -69,7 +69,7 @@ class Engine:
                 last = (_EVENT % (now, '"length"')).encode() + b"data: [DONE]\n\n"
                 for each in batch:
                     if each not in self._left:
-                        continue  # its client has left
+                        continue  # its client has disconnected
                     self._left[each] -= 1
                     with contextlib.suppress(ConnectionError):
                         await each.write(event if self._left[each] else last)
@@ -79,7 +79,7 @@ class Engine:
 
 
 async def serve(port: int, step_s: float) -> None:
-    engine = Engine(step_s)
+    engine = MockEngine(step_s)
 
     async def models(_request: web.Request) -> web.Response:
         return web.json_response(_MODELS)

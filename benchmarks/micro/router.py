@@ -1,10 +1,10 @@
-"""The cost of a router for each streamed token and each request, beside other routers.
+"""Cost of a router for each streamed token and each request, compared with other routers.
 
-pdserve's router stands before one prefill and one decode worker with scripted engines, so each
-request crosses both. vllm-router (if on PATH) stands before one equally fast mock server, and as
-`vllm-router-pd` before one for prefill and one for decode. `direct` is the mock server without a
-router. CPU is that of the router's processes; a latency is from the engine step that made a token
-to its arrival at the client. Idle streams are measured only beside the first number of streams.
+pdserve's router serves one prefill and one decode worker with scripted engines, and each request
+uses both. vllm-router (if on PATH) serves one equally fast mock server, and as `vllm-router-pd` one
+for prefill and one for decode. `direct` is the mock server without a router. CPU is that of the
+router's processes. A token's latency is from its engine step to its arrival at the client. Idle
+streams are measured only with the first number of streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import aiohttp
 
 from benchmarks.client import HttpTarget, Request
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.service import Child, Service, free_port, processor_s, with_children
+from benchmarks.service import LocalService, LoggedProcess, free_port, processor_s, with_children
 from benchmarks.stats import alternate, compare, percentiles
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 OURS, PEER, PEER_PD, DIRECT = "pdserve", "vllm-router", "vllm-router-pd", "direct"
 TIMEOUT_S: Final = 120.0
-TOKENS_PER_S: Final = 6400  # over all streams; a client in Python cannot read more
-TOKENS: Final = 32_768  # of all streams together, but 128 an answer at least
+TOKENS_PER_S: Final = 6400  # over all streams; the limit of a Python client
+TOKENS: Final = 32_768  # over all streams, but at least 128 per answer
 ONE_TOKEN_REQUESTS: Final = 6000
 IDLE_STREAMS: Final = 500
 _RATIOS: Final = ("cpu_us_per_token", "cpu_us_per_request")
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure all routers in turns. Raises BenchError."""
+    """Measure all routers in turn. Return rows and notes. Raises BenchError."""
     names, notes = [], []
     for name in args.only.split(","):
         if name in (PEER, PEER_PD) and shutil.which(PEER) is None:
@@ -70,7 +70,7 @@ async def run(
                 for streams in counts
             }
 
-    # Each round starts its routers anew and warms them up itself.
+    # Without a warm-up round: each round starts its routers and warms them up itself.
     rounds = [x async for x in alternate(names, args.rounds, measure, warm_up=False)]
     baseline = PEER if PEER in names else names[0]
     rows: list[dict[str, Any]] = []
@@ -158,8 +158,8 @@ def _request(router: _Router, tokens: int) -> Request:
 async def _drive(
     client: HttpTarget, router: _Router, streams: int, *, tokens: int, turns: int = 1
 ) -> tuple[float, float, list[float]]:
-    """Run so many streams at once, each of `turns` requests. Return CPU seconds of the router, the
-    time it took, and the latency of every token. Raises BenchError if a token is missing.
+    """Run `streams` concurrent streams of `turns` requests each. Return the router's CPU seconds,
+    the duration, and the latency of every token. Raises BenchError if a token is missing.
 
     The text of each token is the time at which its engine step ended.
     """
@@ -177,7 +177,7 @@ async def _drive(
         async with asyncio.timeout(TIMEOUT_S):
             await asyncio.gather(*(one() for _ in range(streams)))
     except TimeoutError:
-        raise BenchError(f"{router.name}: no end in {TIMEOUT_S:g} s") from None
+        raise BenchError(f"{router.name}: not finished after {TIMEOUT_S:g} s") from None
     except TargetError as error:
         raise BenchError(f"{router.name} failed a request: {error}") from None
     if len(latencies_s) != streams * tokens * turns:
@@ -187,18 +187,18 @@ async def _drive(
 
 @asynccontextmanager
 async def _running(name: str, directory: Path, step_s: float, most: int) -> AsyncIterator[_Router]:
-    """Start a router and its workers, and end them. Raises BenchError."""
+    """Run a router and its workers until the context exits. Raises BenchError."""
     async with AsyncExitStack() as ending:
         if name == OURS:
-            service = Service(name, _config(step_s, most), directory)
+            service = LocalService(name, _config(step_s, most), directory)
             ending.push_async_callback(service.stop)
             await service.start()
             ready = service.ready
             yield _Router(name, ready["http"], ready["model"], ready["router"]["pid"])
             return
 
-        async def start(what: str, port: int, *command: str) -> Child:
-            child = Child(what, directory / f"{what}.log")
+        async def start(what: str, port: int, *command: str) -> LoggedProcess:
+            child = LoggedProcess(what, directory / f"{what}.log")
             ending.push_async_callback(child.stop)
             await child.start(command, lambda: _serves_the_mock(port))
             return child

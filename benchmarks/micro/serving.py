@@ -1,4 +1,4 @@
-"""A service with a client, and when the tokens of an answer arrive there."""
+"""A service with a client that measures the arrival of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.client import GrpcTarget, exactly
 from benchmarks.errors import BenchError
-from benchmarks.service import Service
+from benchmarks.service import LocalService
 
 if TYPE_CHECKING:
     import random
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A running service; `ready` is its ready file."""
+    """A running service. `ready` is the content of its ready file."""
 
     ready: Mapping[str, Any]
     target: GrpcTarget
@@ -33,8 +33,8 @@ class Serving:
     async def ask(
         self, prompt: Sequence[int], tokens: int
     ) -> tuple[list[float], Mapping[str, Any]]:
-        """Return the milliseconds from sending to each token, and the receipt. Raises TargetError
-        if the request fails, and BenchError if tokens are missing."""
+        """Send a request. Return the milliseconds from sending to each token, and the receipt.
+        Raises TargetError if the request fails, and BenchError if tokens are missing."""
         request = self.target.prepare(self.model, "", prompt, exactly(tokens))
         receipt: Mapping[str, Any] = {}
         begun, at_ms = time.perf_counter(), []
@@ -50,10 +50,10 @@ class Serving:
 async def serving(
     name: str, folder: Path, worker: Mapping[str, Any], up: Mapping[str, Any], **router: Any
 ) -> AsyncIterator[Serving]:
-    """Run a service; the other arguments are sections of its configuration. Raises BenchError if it
-    does not start."""
+    """Run a service until the context exits. `worker`, `up` and `router` are sections of its
+    configuration. Raises BenchError if it does not start."""
     free = {"http_port": 0, "grpc_port": 0}
-    service = Service(name, {"router": free | router, "worker": worker, "up": up}, folder)
+    service = LocalService(name, {"router": free | router, "worker": worker, "up": up}, folder)
     async with AsyncExitStack() as ending:
         ending.push_async_callback(service.stop)
         await service.start()

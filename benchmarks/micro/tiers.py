@@ -1,11 +1,11 @@
 """TTFT of prompts that the KV cache has evicted, with KV tiers and without.
 
-Each variant is `pdserve up` with one prefill and one decode worker; all run at once. Prompts of one
-length, together twice as large as the prefill worker's KV cache, are asked in turn, one at a time,
-each of every variant before the next prompt, in several passes; the first pass computes them and is
-not counted. `disk` has host memory for two prompts, so that most come from files (and those from
-the page cache, if they fit). Without --model it serves a Llama of 205 million random parameters,
-which it makes first.
+Each variant is `pdserve up` with one prefill and one decode worker. All variants run at the same
+time. The prompts have one length, and together twice the size of the prefill worker's KV cache.
+They are sent one at a time, each to every variant before the next prompt, in several passes. The
+first pass computes them and is not counted. `disk` has host memory for two prompts, so most are
+loaded from files (from the page cache, if they fit there). Without --model it creates and serves a
+Llama of 205 million random parameters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PROMPT_BYTES: Final = LENGTH * 36 << 10
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The rounds are passes."""
+    """Add the options. `--rounds` is the number of passes."""
     parser.add_argument("--model", default="", metavar="DIR", help="a model directory")
 
 
 async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Raises BenchError."""
+    """Return rows and notes. Raises BenchError."""
     services: dict[str, Serving] = {}
 
     async def measure(name: str, number: int) -> float:

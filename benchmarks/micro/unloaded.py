@@ -1,9 +1,9 @@
-"""One request at a time through 1P1D and through one aggregated engine, in turns.
+"""Latency of single requests through 1P1D and through one aggregated engine, in turn.
 
-Both are `pdserve up` with one core a worker and the same settings. Each round sends both the same
-fresh prompt. Reported are medians, and the median of the rounds' ratios of 1P1D to 1A. TPOT2 is
-TPOT from the second token on, so without the hand-off. Without --model it serves a Llama of 205
-million random parameters, which it makes first.
+Both are `pdserve up` with one core per worker and the same settings. Each round sends the same new
+prompt to both. Reported are medians, and the median of the rounds' ratios of 1P1D to 1A. TPOT2 is
+TPOT from the second token on, which excludes the hand-off. Without --model it creates and serves a
+Llama of 205 million random parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Raises BenchError."""
+    """Return rows and notes. Raises BenchError."""
     if args.tokens < 3:
         raise BenchError("--tokens must be 3 or more")
     async with AsyncExitStack() as ending:
@@ -64,7 +64,7 @@ async def run(
             progress.step(f"starting {name}")
             up: dict[str, Any] = {role: {"workers": count} for role, count in counts.items()}
             up |= {"cores_per_worker": 1}
-            # The policy hands every prompt over.
+            # This policy uses the prefill worker for every prompt, however short.
             starting = serving(name, directory / name, worker, up, policy="least_loaded")
             services[name] = await ending.enter_async_context(starting)
         lengths = map(int, args.lengths.split(","))
@@ -72,7 +72,8 @@ async def run(
 
 
 def make_model(folder: Path) -> Path:
-    """Write a Llama of random weights in bfloat16, with the tokenizer of the demo model."""
+    """Write a Llama with random bfloat16 weights and the demo model's tokenizer. Return its
+    directory."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

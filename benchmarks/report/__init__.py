@@ -1,1 +1,1 @@
-"""Results for people: tables on the terminal, and report.html."""
+"""Presentation of results: tables on the terminal, and report.html."""

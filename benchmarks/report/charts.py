@@ -1,4 +1,5 @@
-"""Charts as numbers; `report.html.j2` draws them as inline SVG, with nothing to load or to run."""
+"""Geometry of charts. `report.html.j2` draws them as inline SVG without scripts or external
+files."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     Point = tuple[float, float]
-    # With their CSS classes; a dot has a hint for the pointer.
+    # (CSS class, points). A dot is (x, y, tooltip).
     Line = tuple[str, Sequence[Point]]
     Dots = tuple[str, Sequence[tuple[float, float, str]]]
 
@@ -21,7 +22,7 @@ _RIGHT, _BOTTOM = 14, 44  # margins
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Maps `low`..`high` to `start`..`end` in pixels, logarithmically if `is_log`."""
+    """An axis that maps `low`..`high` to `start`..`end` in pixels, logarithmically if `is_log`."""
 
     title: str
     low: float
@@ -31,7 +32,7 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the place of a value; a value outside goes to the end."""
+        """Return the position of a value in pixels. A value out of range is clamped."""
         low, high, here = self.low, self.high, value
         if self.is_log:
             low, high, here = math.log(low), math.log(high), math.log(max(value, low * 1e-6))
@@ -39,7 +40,7 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, count: int) -> list[tuple[float, str]]:
-        """Return the places and texts of about `count` round values."""
+        """Return (position, text) of about `count` round values."""
         if self.is_log:
             low, high = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             steps = (1, 2, 5) if high - low < 3 else (1,)
@@ -54,7 +55,7 @@ class Axis:
 def _axis(
     title: str, values: Sequence[float], start: float, end: float, *, is_log: bool = False
 ) -> Axis:
-    """Make an axis from 0 with room for all values, or a logarithmic one for those above 0."""
+    """Return an axis from 0 to the largest value, or a logarithmic one for values above 0."""
     high = max(values, default=0.0) or 1.0
     if is_log:
         least = min(x for x in values if x > 0)
@@ -65,14 +66,15 @@ def _axis(
 
 
 def _nice(rough: float) -> float:
-    """Return the next of 1, 2, 5 times a power of ten that is not below `rough`."""
+    """Return the smallest of 1, 2, 5 times a power of ten that is at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(x * power for x in (1, 2, 5, 10) if x * power >= rough * (1 - 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines and dots between two axes. `limits` are (place in pixels, on the x axis, text)."""
+    """Lines and dots between two axes. `limits` are (position in pixels, True if on the x axis,
+    text)."""
 
     x: Axis
     y: Axis
@@ -83,7 +85,7 @@ class Chart:
     height: float = HEIGHT
 
     def limit(self, value: float | None, text: str, *, on_x: bool = False) -> None:
-        """Draw a line across the chart with its meaning; nothing for None or beyond the axis."""
+        """Add a labelled limit line across the chart. Skip None and values beyond the axis."""
         axis = self.x if on_x else self.y
         if value is not None and value <= axis.high:
             self.limits.append((axis.at(value), on_x, text))
@@ -98,7 +100,7 @@ def chart(
     y_end: float = 0.0,
     is_log: bool = False,
 ) -> Chart:
-    """Make a chart with room for all; its x axis may be logarithmic."""
+    """Return a chart with axes that include all points. With `is_log` the x axis is logarithmic."""
     places = [point for _, points in lines for point in points]
     places += [(x, y) for _, marks in dots for x, y, _ in marks]
     x = _axis(x_title, [x for x, _ in places], 54, WIDTH - _RIGHT, is_log=is_log)
@@ -107,7 +109,7 @@ def chart(
 
 
 def steps(points: Sequence[Point]) -> list[Point]:
-    """Return the corners of a line that keeps its height until the next point."""
+    """Return the corners of a step line, which keeps its value until the next point."""
     corners: list[Point] = []
     for point in points:
         if corners:
@@ -117,8 +119,8 @@ def steps(points: Sequence[Point]) -> list[Point]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of the axis; `kind` is its CSS class."""
+class ChartInterval:
+    """An interval on the axis. `kind` is its CSS class."""
 
     start: float
     end: float
@@ -128,19 +130,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Horizontal bars. A lane is (name, its middle, its end, spans with the top of each)."""
+    """Horizontal bars. A lane is (name, y of its middle, y of its end, (y of top, span)s)."""
 
     x: Axis
     row: float
     width: float
     height: float
-    lanes: Sequence[tuple[str, float, float, Sequence[tuple[float, Span]]]]
+    lanes: Sequence[tuple[str, float, float, Sequence[tuple[float, ChartInterval]]]]
 
 
 def bars(
-    unit: str, found: Mapping[str, Sequence[Sequence[Span]]], end: float, *, is_wide: bool = False
+    unit: str,
+    found: Mapping[str, Sequence[Sequence[ChartInterval]]],
+    end: float,
+    *,
+    is_wide: bool = False,
 ) -> Bars:
-    """Make bars by name, each of spans. Those of one name that overlap get rows of their own."""
+    """Return the bars of each name. Overlapping bars of one name are in separate rows."""
     row, gap, width = (9, 12, 2 * WIDTH) if is_wide else (34, 14, WIDTH)
     lanes = []
     top = 8 + gap / 2

@@ -1,4 +1,4 @@
-"""The pictures of report.html."""
+"""The figures of report.html."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.compare.summary import ATTAINMENT
 from benchmarks.metrics import receipt_number, summarise, timed_gaps, values_of
-from benchmarks.report.charts import WIDTH, Bars, Chart, Span, bars, chart, steps
+from benchmarks.report.charts import WIDTH, Bars, Chart, ChartInterval, bars, chart, steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from benchmarks.compare.result import CompareResult, Measurement
-    from benchmarks.metrics import RequestRecord
+    from benchmarks.metrics import RequestTimeline
 
 COLOURS: Final = 6
 _CURVE_POINTS: Final = 200
@@ -37,7 +37,7 @@ _PHASE_KEY: Final = [
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A picture with its key of (CSS class, name), or without one the reason in `about`."""
+    """A figure with its legend of (CSS class, name). Without a picture, `about` has the reason."""
 
     title: str
     about: str
@@ -101,7 +101,7 @@ def _cdf(
 
 
 def _attainment(kinds: Mapping[str, str], result: CompareResult) -> Figure:
-    """Means at each rate, of rounds and probes."""
+    """Return the figure of mean SLO attainment at each rate, over rounds and probes."""
     title = "SLO attainment against rate"
     if not result.slo_s:
         return Figure(title, "no limits were set: give --slo-ttft and --slo-tpot")
@@ -122,8 +122,8 @@ def _attainment(kinds: Mapping[str, str], result: CompareResult) -> Figure:
     return Figure(title, about, picture, _key(kinds))
 
 
-def _phases(good: Mapping[str, Sequence[RequestRecord]]) -> Figure:
-    """Means by phase, as the servers' receipts have them."""
+def _phases(good: Mapping[str, Sequence[RequestTimeline]]) -> Figure:
+    """Return the figure of mean times by phase, from the servers' receipts."""
     title = "Mean time of each phase"
     found = {}
     for name, records in good.items():
@@ -137,14 +137,14 @@ def _phases(good: Mapping[str, Sequence[RequestRecord]]) -> Figure:
         pieces["other"] = max(0.0, fmean(values_of(told, "e2e")) * 1000 - sum(pieces.values()))
         ends = pairwise(accumulate(pieces.values(), initial=0.0))
         found[name] = [
-            Span(start, end, kind, f"{kind}: {ms:.1f} ms a request")
+            ChartInterval(start, end, kind, f"{kind}: {ms:.1f} ms a request")
             for (kind, ms), (start, end) in zip(pieces.items(), ends, strict=True)
         ]
     if not found:
         return Figure(title, "no answer carried a receipt")
     about = (
-        "means by request, as the servers report them; a transfer counts only as far as decode "
-        "waited for it; the rest of E2E is router and network"
+        "means per request, from the servers' receipts; only the part of a transfer that delayed "
+        "decode is shown; the rest of E2E is router and network"
     )
     longest = max(spans[-1].end for spans in found.values())
     picture = bars("ms a request", {name: [spans] for name, spans in found.items()}, longest)
@@ -152,14 +152,14 @@ def _phases(good: Mapping[str, Sequence[RequestRecord]]) -> Figure:
 
 
 def _on_workers(result: CompareResult) -> list[Figure]:
-    """The first round of each variant, request by request on its workers."""
+    """Return a figure for each variant, with the requests of its first round by worker."""
     firsts = {variant.name: result.shown(variant.name)[:1] for variant in result.variants}
-    # One scale for all, so that bars can be compared by eye.
+    # Use the same scale for all variants, so that bars can be compared.
     end_s = max((r.chunk_s[-1] for first in firsts.values() for r in _good(first)), default=0.0)
     figures = []
     for name, first in firsts.items():
         title = f"Requests on workers, {name}"
-        rows: dict[str, list[list[Span]]] = {}
+        rows: dict[str, list[list[ChartInterval]]] = {}
         for record in _good(first):
             for worker, spans in _spans(record).items():
                 rows.setdefault(worker, []).append(spans)
@@ -173,12 +173,13 @@ def _on_workers(result: CompareResult) -> list[Figure]:
     return figures
 
 
-def _good(measurements: Sequence[Measurement]) -> list[RequestRecord]:
+def _good(measurements: Sequence[Measurement]) -> list[RequestTimeline]:
     return [r for m in measurements for r in m.records if r.status == "ok"]
 
 
-def _spans(record: RequestRecord) -> dict[str, list[Span]]:
-    """Split a request by worker: times at the client, lengths by the receipt."""
+def _spans(record: RequestTimeline) -> dict[str, list[ChartInterval]]:
+    """Return the spans of a request by worker. Times are from the client, durations from the
+    receipt."""
     receipt = record.receipt or {}
     sent_s, first_s, last_s = record.sent_s or 0.0, record.chunk_s[0], record.chunk_s[-1]
     hint = f"{record.input_tokens} prompt tokens, {record.output_tokens} out"
@@ -189,14 +190,14 @@ def _spans(record: RequestRecord) -> dict[str, list[Span]]:
     decode = str(receipt.get("decode_worker") or prefill)
     found = {
         prefill: [
-            Span(sent_s, begun_s, "queue", f"queue: {hint}"),
-            Span(begun_s, first_s, "prefill", f"prefill: {hint}"),
+            ChartInterval(sent_s, begun_s, "queue", f"queue: {hint}"),
+            ChartInterval(begun_s, first_s, "prefill", f"prefill: {hint}"),
         ]
     }
     found.setdefault(decode, []).extend(
         [
-            Span(first_s, moved_s, "transfer", f"transfer, exposed: {hint}"),
-            Span(moved_s, last_s, "decode", f"decode: {hint}"),
+            ChartInterval(first_s, moved_s, "transfer", f"transfer, exposed: {hint}"),
+            ChartInterval(moved_s, last_s, "decode", f"decode: {hint}"),
         ]
     )
     return found

@@ -1,4 +1,4 @@
-"""report.html: one file that shows a comparison without a network or a script."""
+"""report.html: a comparison in one file, without scripts or external files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as tables on the terminal, and the texts that report.html shows with them."""
+"""Results as tables on the terminal, and the texts that report.html shows too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.compare.summary import ATTAINMENT
+from benchmarks.compare.summary import ATTAINMENT, LESS_IS_BETTER
 from pdserve.cli.console import open_console
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def print_line(text: str, style: str = "") -> None:
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str | None = None
 ) -> None:
-    """Print a table with its first column on the left and numbers on the right."""
+    """Print a table. The first column is left-aligned, the others are right-aligned."""
     table = Table(caption=caption, caption_justify="left")
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
@@ -41,7 +41,7 @@ def print_table(
 
 
 def number_text(value: Any) -> str:
-    """Write a number with three significant digits."""
+    """Return the text of a number with three significant digits."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -88,6 +88,18 @@ def render_replay(result: ReplayResult) -> None:
         )
         for name, tally in counts.items():
             print_line(f"{name.replace('_', ' ')}: {_tally(tally)}")
+    if s.sessions is not None:
+        found = {f"TTFT, turn {turns}": x for turns, x in s.sessions.ttft.items()}
+        found |= {"session": s.sessions.time, "session without pauses": s.sessions.waited}
+        caption = "milliseconds; a session with a failed turn counts as infinitely long"
+        print_table(["sessions", *_PERCENTILES], _latency_rows(found), caption=caption)
+        text = f"sessions: {s.sessions.sessions} with {s.sessions.turns} turns"
+        if s.sessions.hit_rate is not None:
+            text += (
+                f"; {s.sessions.hit_rate:.1%} of prompt tokens were cached, "
+                f"{s.sessions.recomputed_tokens:,} of earlier turns computed again"
+            )
+        print_line(text)
     for error, count in list(s.errors.items())[:_SHOWN_ERRORS]:
         print_line(f"{count} x {error}")
     if s.degraded:
@@ -109,7 +121,7 @@ def _tally(counts: Mapping[str, int]) -> str:
 
 
 def render_compare(result: CompareResult, summary: CompareSummary) -> None:
-    """Print a comparison; reasons why it is invalid come first."""
+    """Print a comparison. Reasons why it is invalid are first."""
     for reason in summary.validity.invalid:
         print_line(f"INVALID: {reason}", style="bold red")
     for text in setup_lines(result):
@@ -131,7 +143,7 @@ def render_compare(result: CompareResult, summary: CompareSummary) -> None:
 
 
 def setup_lines(result: CompareResult) -> list[str]:
-    """Say what was sent, how it was scaled, and to what."""
+    """Return lines that describe the traffic, its scaling and the variants."""
     settings = result.settings
     text = (
         f"{result.trace['name']} at {settings['rate_per_s']:g} requests/s, {settings['rounds']} "
@@ -167,8 +179,8 @@ def _variant_text(variant: VariantFacts) -> str:
 
 
 def figure_rows(summary: CompareSummary) -> tuple[list[str], list[list[tuple[str, str]]]]:
-    """Return head and rows of the table of figures. A cell is its text, and for a ratio whose
-    interval excludes 1 `better` or `worse`."""
+    """Return head and rows of the table of figures. A cell is (text, CSS class). The class of a
+    ratio whose interval excludes 1 is `better` or `worse`."""
     head = [""]
     for variant in summary.variants:
         head += [variant.name] + [f"/ {summary.baseline}"] * (variant.name != summary.baseline)
@@ -180,14 +192,14 @@ def figure_rows(summary: CompareSummary) -> tuple[list[str], list[list[tuple[str
             if variant.name != summary.baseline:
                 ratio, kind = variant.ratios.get(key), ""
                 if ratio is not None and not (ratio.low or 0) <= 1 <= (ratio.high or 1):
-                    kind = "better" if (ratio.value < 1) == (unit in ("s", "price")) else "worse"
+                    kind = "better" if (ratio.value < 1) == (unit in LESS_IS_BETTER) else "worse"
                 row.append((_estimate_text(ratio, "ratio"), kind))
         rows.append(row)
     return head, rows
 
 
 def _estimate_text(found: Estimate | None, unit: str) -> str:
-    """Write `12.3 [11.9, 14.0]`."""
+    """Return an estimate as text, such as `12.3 [11.9, 14.0]`."""
     if found is None:
         return "-"
     if found.low is None or found.high is None:
@@ -213,7 +225,7 @@ def sweep_rows(summary: CompareSummary) -> list[list[str]]:
             probes = ", ".join(f"{x.rate_per_s:.2f}: {x.attainment:.0%}" for x in sweep.probes)
             each = "-" if sweep.per_device is None else f"{sweep.per_device:.2f} per {sweep.device}"
             ratio = "-" if sweep.ratio is None else f"{sweep.ratio:.2f}"
-            # Say what was bracketed, and no more.
+            # Show only the known bounds of the rate.
             if sweep.passed is None:
                 rate = f"under {sweep.failed:.2f}"
             elif sweep.failed is None:
@@ -226,7 +238,7 @@ def sweep_rows(summary: CompareSummary) -> list[list[str]]:
 
 
 def variant_lines(summary: CompareSummary) -> list[str]:
-    """Report failures, transfers, fallbacks, and what ITL is."""
+    """Return lines with failures, transfers and fallbacks of each variant, and cautions on ITL."""
     lines = []
     for variant in summary.variants:
         if variant.requests:

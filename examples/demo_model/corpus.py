@@ -1,8 +1,9 @@
 """Training text of the demo model: an endless, deterministic stream of chats and prose.
 
-The facts, word lists and question forms are in `text/`. Each document is drawn anew. A question has
-one answer, so that greedy decoding has wide margins. Repeating and recall make answers depend on
-single tokens far back in the prompt, so that a lost or damaged KV block changes the answer.
+The facts, word lists and question forms are in `text/`. Each document is drawn at random. Each
+question has only one answer, so that greedy decoding has wide margins. The tasks "repeat" and
+"recall" make answers depend on single tokens far back in the prompt, so that a lost or damaged KV
+block changes the answer.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 _TEXT = Path(__file__).resolve().parent / "text"
 
-END = "<|end|>"  # ends a message and a text of prose: the end-of-sequence token
+END = "<|end|>"  # end-of-sequence token, after each message and each text of prose
 PAD = "<|pad|>"
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
 SPECIAL_TOKENS = (PAD, END, *ROLE_TOKENS.values(), *TOOL_TOKENS)
 
-# Renders messages, tools and `enable_thinking` exactly as `spans` and `tools.system_text` do.
+# Must render messages, tools and `enable_thinking` exactly as `spans` and `tools.system_text` do,
+# because the model is trained on their text.
 CHAT_TEMPLATE = """\
 {#- With enable_thinking an answer begins with <think>...</think>. -#}
 {%- set ns = namespace(system='') -%}
@@ -79,20 +81,20 @@ def _table(name: str) -> dict:
 _FORMS = {key: tuple(forms) for key, forms in _table("phrases.toml").items()}
 _WORDS = _table("words.toml")
 _UNKNOWN_THINGS = tuple(_WORDS["unknown_things"].split("|"))
-TOOL_SHARE = 0.35  # of the documents
-THINK_SHARE = 0.05  # of the chats without tools
+TOOL_SHARE = 0.35  # share of documents with tools
+THINK_SHARE = 0.05  # share of chats without tools in which the model thinks
 _LITTLE_WORDS = frozenset(_WORDS["little_words"].split())
 _LISTS = {key: tuple(words.split()) for key, words in _WORDS.items()}
 _ALTERNATIVES = re.compile(r"\(([^()]*\|[^()]*)\)")
 
 
-# The messages of a chat as (role, text), or a text of prose with no role.
+# The messages of a chat as (role, text), or a single text of prose with the role "".
 Document = tuple[tuple[str, str], ...]
 
 
 def spans(document: Document) -> Iterator[tuple[str, bool]]:
-    """Yield the text in order, and whether the model learns to write it. Each span is tokenized by
-    itself."""
+    """Yield (text, True if the model learns to write it) in order. Each span is tokenized
+    separately."""
     for role, text in document:
         if role:
             yield ROLE_TOKENS[role], False
@@ -129,7 +131,7 @@ def unknown_question(rng: Random) -> str:
 
 
 def sloppy(text: str, rng: Random) -> str:
-    """Return `text` as people type it: other case, no full stop, a small word or letter lost."""
+    """Return `text` with typing errors: other case, no full stop, a missing word or letter."""
     if rng.random() < 0.15:
         head = rng.choice(_FORMS["before"])
         text = head + (text[:1].lower() + text[1:] if rng.random() < 0.5 else text)
@@ -187,7 +189,8 @@ def worker_json(rng: Random) -> Document:
 
 
 def repeat(rng: Random, words: Sequence[str]) -> Document:
-    """Repeat some of `words`, all different, or digits."""
+    """Return a chat whose answer repeats the question's words (distinct ones of `words`) or
+    digits."""
     if rng.random() < 0.1:
         said = " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(3, 12)))
     else:
@@ -197,7 +200,8 @@ def repeat(rng: Random, words: Sequence[str]) -> Document:
 
 
 def recall(rng: Random, filler: Callable[[], str], gaps: int) -> Document:
-    """Find one of several codes in a text, with `gaps` sentences of `filler` between them."""
+    """Return a chat that asks for one of several codes in a text, with `gaps` sentences of `filler`
+    between them."""
     count = rng.randint(1, 6)
     picked = rng.sample(_LISTS["things"], count)
     things = [f"{rng.choice(_LISTS['colours'])} {thing}" for thing in picked]
@@ -232,12 +236,12 @@ class Corpus:
         self._words = (*plain, *_LISTS["signs"])
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents of mostly less than 200 tokens, without end."""
+        """Yield documents without end. Most have fewer than 200 tokens."""
         while True:
             yield self._document()
 
     def long_documents(self, max_sentences: int) -> Iterator[Document]:
-        """Yield documents that need a long look back: codes hidden in prose, and long chats."""
+        """Yield documents that need long context: codes hidden in prose, and long chats."""
         while True:
             if self._rng.random() < 0.6:
                 yield recall(self._rng, self._filler, self._rng.randint(2, max_sentences))
@@ -245,7 +249,7 @@ class Corpus:
                 yield self._join(self._rng.randint(4, 10))
 
     def kinds(self) -> dict[str, Iterator[Document]]:
-        """Return documents by skill, each without end."""
+        """Return an endless iterator of documents for each skill."""
         draws: dict[str, Callable[[], Document]] = {
             "questions": self._exchange,
             "chats": lambda: self._join(3),
@@ -330,7 +334,7 @@ class Corpus:
         return (("system", said), *document) if said else document
 
     def _prose(self) -> Document:
-        """A paragraph, sometimes from a later sentence on, or all that is known of a topic."""
+        """A paragraph, sometimes without its first sentences, or all facts about a topic."""
         sentences = _sentences(self._rng.choice(self._paragraphs))
         start = self._rng.randrange(len(sentences)) if self._rng.random() < 0.4 else 0
         text = " ".join(sentences[start:])

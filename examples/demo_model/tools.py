@@ -1,7 +1,7 @@
-"""Chats in which the model calls tools, reads their results, and thinks first if it is told to.
+"""Chats in which the model calls tools, reads their results, and thinks first if requested.
 
-Calls have the format of the Hermes models, which many models of the hub share: a JSON object with
-`name` and `arguments` between `<tool_call>` and `</tool_call>`.
+Calls have the Hermes format, which many models of the hub use: a JSON object with `name` and
+`arguments` between `<tool_call>` and `</tool_call>`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RESULTS = (
 )
 
 
-class Tool(NamedTuple):
+class ExampleTool(NamedTuple):
     """A function with one argument."""
 
     name: str
@@ -54,8 +54,8 @@ class Tool(NamedTuple):
     description: str
 
     def shown(self) -> str:
-        """Return it as the chat template shows it. The description comes first: what a question
-        asks for then stands right before the name of the tool."""
+        """Return the tool's text in the chat template. The description is first, so that the words
+        that a question refers to are right before the tool's name."""
         kind = "integer" if self.key == "id" else "string"
         text = f'"description": {json.dumps(self.description)}, ' if self.description else ""
         return f'{{{text}"name": "{self.name}", "parameters": {{"{self.key}": "{kind}"}}}}'
@@ -65,19 +65,19 @@ class Tool(NamedTuple):
         return f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
 
 
-def system_text(said: str, tools: Sequence[Tool], *, thinks: bool) -> str:
-    """Return the system message as the chat template makes it of its parts."""
+def system_text(said: str, tools: Sequence[ExampleTool], *, thinks: bool) -> str:
+    """Return the system message as the chat template renders it from its parts."""
     shown = f"Tools: [{', '.join(tool.shown() for tool in tools)}]" if tools else ""
     return "\n".join(part for part in (said, shown, THINK if thinks else "") if part)
 
 
-def _tools(rng: Random) -> list[Tool]:
+def _tools(rng: Random) -> list[ExampleTool]:
     tools = []
     for noun in rng.sample(_NOUNS, rng.choice((1, 2, 2, 3, 4))):
         verb, key = rng.choice(_VERBS), rng.choice((*_KEYS, "id"))
         parts = {"verb": verb.replace("_", " "), "noun": noun, "key": key}
         description = rng.choice(_DESCRIPTIONS).format(**parts)
-        tools.append(Tool(f"{verb}_{noun}", noun, key, description))
+        tools.append(ExampleTool(f"{verb}_{noun}", noun, key, description))
     return tools
 
 
@@ -97,9 +97,9 @@ def _two_values(
 def tool_chat(
     rng: Random, words: Mapping[str, Sequence[str]], said: str, other: Document
 ) -> Document:
-    """Return a chat with tools: one call or two, with results and their answer or without them.
-    `said` is the system message of the user, or empty; `other` an exchange without tools, which
-    stands alone, before the call or after it, or nowhere."""
+    """Return a chat with tools: one or two calls, with or without their results and the final
+    answer. `said`: the user's system message, or "". `other`: an exchange without tools, which is
+    before the call, after it, instead of it, or left out."""
     tools, thinks = _tools(rng), rng.random() < 0.3
     tool = rng.choice(tools)
 

@@ -29,7 +29,7 @@ MAX_POSITIONS = 8192
 SEED = 20260
 TOKENIZER_DOCUMENTS = 6000
 TOKENS_PER_BATCH = 4096
-QUESTION_WEIGHT = 0.05  # of a token that the model reads but never has to write
+QUESTION_WEIGHT = 0.05  # loss weight of tokens that the model reads but never has to write
 ROW_LENGTHS, ROW_SHARES = (256, 512, 2048), (0.65, 0.25, 0.10)
 JUMP_SHARE = 0.5
 LONG_ROW, LONG_SENTENCES = 2048, 60
@@ -38,7 +38,8 @@ PEAK_LR, WEIGHT_DECAY, MAX_GRAD_NORM = 4e-3, 0.1, 1.0
 
 
 def train_tokenizer() -> Tokenizer:
-    """Train a byte-level BPE tokenizer. Digits stay single, so that numbers can be copied."""
+    """Train a byte-level BPE tokenizer. Each digit is one token, so that the model can copy
+    numbers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -49,7 +50,7 @@ def train_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        # A rare character stays in bytes.
+        # Rare characters remain byte tokens.
         min_frequency=8,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -85,11 +86,11 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(text, "utf-8")
 
 
-class Batches:
+class PackedBatches:
     """Packs documents into rows of tokens, with positions spread over the context.
 
-    Most rows are short, which is cheap. So that the model still works far into its context, some
-    rows are long, and in half of the short ones the positions jump between documents (PoSE,
+    Most rows are short, because these are cheap. To train positions far into the context, some rows
+    are long, and in half of the short rows positions jump between documents (PoSE,
     arXiv:2309.10400).
     """
 
@@ -100,13 +101,14 @@ class Batches:
         self._long = Corpus(seed + 2).long_documents(LONG_SENTENCES)
 
     def draw(self) -> list[torch.Tensor]:
-        """Return about `TOKENS_PER_BATCH` tokens with their positions and weights, by row."""
+        """Return tensors of tokens, positions and weights, each with one row per sequence and about
+        `TOKENS_PER_BATCH` elements."""
         length = self._rng.choices(ROW_LENGTHS, ROW_SHARES)[0]
         rows = [self._row(length) for _ in range(TOKENS_PER_BATCH // length)]
         return [torch.tensor(part) for part in zip(*rows, strict=True)]
 
     def _row(self, length: int) -> tuple[list[int], list[int], list[float]]:
-        """Concatenate documents until the row is full. The last one is cut."""
+        """Concatenate documents until the row is full. The last document is truncated."""
         documents = self._long if length >= LONG_ROW else self._short
         jumping = self._rng.random() < JUMP_SHARE
         room = MAX_POSITIONS - length
@@ -136,7 +138,7 @@ class Batches:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to zero."""
+    """Return the learning rate at a step: linear warm-up, then cosine decay to 0."""
     if step < WARMUP_STEPS:
         return PEAK_LR * (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / (steps - WARMUP_STEPS)
@@ -144,7 +146,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def weighted_loss(model: LlamaForCausalLM, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Mean cross entropy of the next token over `batch`, each target by its weight."""
+    """Return the weighted mean cross entropy of the next tokens in `batch`."""
     tokens, positions, weights = batch
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(
@@ -158,9 +160,9 @@ def weighted_loss(model: LlamaForCausalLM, batch: list[torch.Tensor]) -> torch.T
 
 
 def optimizers_for(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon for the matrices between the layers, AdamW for the embedding and the norms.
+    """Return Muon for the weight matrices of the layers, and AdamW for the embedding and the norms.
 
-    With so few steps Muon is what makes the model learn to copy from its prompt.
+    In so few steps, the model learns to copy from its prompt only with Muon.
     """
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.dim() == 2 and p is not embedding]
@@ -172,7 +174,7 @@ def optimizers_for(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]
     return muon, adam
 
 
-def train(model: LlamaForCausalLM, batches: Batches, steps: int) -> None:
+def train(model: LlamaForCausalLM, batches: PackedBatches, steps: int) -> None:
     optimizers = optimizers_for(model)
     started = time.monotonic()
     tokens, loss_sum = 0, 0.0
@@ -212,7 +214,7 @@ def main() -> None:
     tokenizer = train_tokenizer()
     save_tokenizer(tokenizer, args.out)
     eos, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
-    # Heads are 64 wide, and there are two KV heads so that the model splits in two.
+    # Heads have 64 dimensions. Two KV heads allow a tensor-parallel size of 2.
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -232,7 +234,7 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     _log.info("%d parameters", sum(p.numel() for p in model.parameters()))
-    train(model, Batches(tokenizer, SEED), args.steps)
+    train(model, PackedBatches(tokenizer, SEED), args.steps)
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, do_sample=False)
     model.to(torch.bfloat16).save_pretrained(args.out)
     _log.info("saved to %s", args.out)

@@ -1,8 +1,9 @@
 """Authentication of links between workers.
 
 With certificates for both ends, the handshake runs inside TLS and each end must have a certificate
-with the role `worker`. With a worker token, each end proves that it has it. What follows the
-handshake is neither encrypted nor signed. Without either, only the random transfer ids protect KV.
+with the role `worker`. With a worker token, each end proves that it holds the token. Traffic after
+the handshake is neither encrypted nor signed. Without certificates and token, only the random
+transfer ids protect KV.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from kv_transfer.errors import HandshakeRefused
 
 if TYPE_CHECKING:
-    from kv_transfer.settings import KvSettings
+    from kv_transfer.settings import ConnectorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,10 @@ _WORKER_ROLE = ("URI", "urn:pdserve:role:worker")
 
 
 class LinkAuth:
-    """Credentials of this worker. Reads the files that the settings name; raises OSError and
-    ssl.SSLError. Certificates are read again at each handshake, for they are renewed."""
+    """Credentials of this worker. Reads the files named in the settings; raises OSError and
+    ssl.SSLError. Certificates are read again at each handshake, because they are renewed."""
 
-    def __init__(self, settings: KvSettings) -> None:
+    def __init__(self, settings: ConnectorConfig) -> None:
         self._settings = settings
         self._token = b""
         self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
@@ -46,7 +47,7 @@ class LinkAuth:
         try:
             self._contexts = _contexts(self._settings)
         except (OSError, ssl.SSLError) as error:
-            logger.error("the TLS files of before stay in use: %s", error)
+            logger.error("cannot reload the TLS files, so the old ones stay in use: %s", error)
         context = self._contexts[0 if is_server else 1]
         secure = context.wrap_socket(sock, server_side=is_server)
         if _WORKER_ROLE not in (secure.getpeercert() or {}).get("subjectAltName", ()):
@@ -55,7 +56,7 @@ class LinkAuth:
         return secure
 
     def finish(self, sock: socket.socket) -> socket.socket:
-        """Return the socket for what follows the handshake. Both ends must call it."""
+        """Return the plain socket for the traffic after the handshake. Both ends must call it."""
         if not isinstance(sock, ssl.SSLSocket):
             return sock
         timeout = sock.gettimeout()
@@ -75,19 +76,19 @@ class LinkAuth:
         )
 
     def check(self, proof: bytes, role: str, *parts: bytes) -> None:
-        """Raises HandshakeRefused if `proof` is not what `prove` returns."""
+        """Raise HandshakeRefused if `proof` differs from the result of `prove`."""
         if not hmac.compare_digest(proof, self.prove(role, *parts)):
             raise HandshakeRefused("permission denied: the peer does not have our worker token")
 
 
-def _contexts(settings: KvSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Return the contexts of a server and of a client."""
+def _contexts(settings: ConnectorConfig) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return the TLS contexts of the server and of the client."""
     return _context(settings, True), _context(settings, False)
 
 
-def _context(settings: KvSettings, is_server: bool) -> ssl.SSLContext:
+def _context(settings: ConnectorConfig, is_server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # a worker is known by its role; it may have any address
+    context.check_hostname = False  # the role identifies a worker; its address may change
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file)

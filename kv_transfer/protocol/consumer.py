@@ -1,16 +1,16 @@
-"""Receiving transfers: a state machine without I/O. It returns the messages to send.
+"""The receiving side of transfers: a state machine without I/O that returns messages to send.
 
-    RECEIVING --Done from every producer rank, digests match--> Received
-        |-- Done, a digest does not match --> Nack, once
-        `-- Fail, Cancel, timeout, second mismatch, link down --> Failed
+    RECEIVING --TransferDone from every producer rank, digests match--> Received
+        |-- TransferDone, a digest does not match --> Nack, once
+        `-- Fail, Cancel, timeout, second mismatch, link down --> ReceiveFailed
 
-Only this worker writes into its blocks: a chunk is put in place between `begin_chunk` and
-`end_chunk`, on the reader thread of its link. A transfer that fails while a chunk is being written
-is therefore reported when that write has ended; any other is reported at once. Chunks that come
-later are discarded.
+Only this worker writes into its blocks: the reader thread of a link writes a chunk between
+`begin_chunk` and `end_chunk`. If a transfer fails during such a write, the failure is reported when
+the write has ended, because the engine reuses the blocks then. Other failures are reported at once.
+Later chunks of a failed transfer are discarded.
 
-If the producer has more tensor-parallel ranks than the consumer, a transfer has several parts, each
-from another producer rank over its own link, into other heads of the same blocks.
+If the producer has more tensor-parallel ranks than the consumer, a transfer has several parts. Each
+part comes from another producer rank over its own link and fills other heads of the same blocks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
+from kv_transfer.cache.host_memory import DIGEST_BYTES
 from kv_transfer.errors import ProtocolError
-from kv_transfer.memory import DIGEST_BYTES
 from kv_transfer.protocol.messages import (
     Ack,
     Cancel,
     ChunkReady,
-    Done,
+    Fail,
+    Heartbeat,
+    KvMessage,
     LinkT,
     Nack,
     Send,
     Subscribe,
+    TransferDone,
 )
 from pdserve.errors import InvalidRequest, TransferCorrupted, TransferFailed
 from pdserve.types import TransferReport
@@ -37,14 +40,14 @@ from pdserve.types import TransferReport
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kv_transfer.layout import PagePart
+    from kv_transfer.cache.geometry import PagePart
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The KV of a request is in place. `token_ids` follow its prompt."""
+    """Outcome: the KV of a request is in place. `token_ids` follow its prompt."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -52,8 +55,8 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The KV of a request will not come. `code` is that of the error in pdserve.errors."""
+class ReceiveFailed:
+    """Outcome: the transfer failed. `code` is an error code of pdserve.errors."""
 
     request_id: str
     reason: str
@@ -62,16 +65,16 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where to put a chunk: these blocks, and this part of each page."""
+    """The destination of a chunk: these blocks, and this part of each page."""
 
     block_ids: list[int]
     part: PagePart
 
 
 @dataclass(slots=True, eq=False)
-class Part(Generic[LinkT]):
-    """What one producer rank sends of a transfer. `page_parts` are those of the groups of the
-    subscription."""
+class ReceivePart(Generic[LinkT]):
+    """The part of a transfer that one producer rank sends. `page_parts` has one entry for each
+    group of the subscription."""
 
     transfer_id: str
     request_id: str
@@ -91,12 +94,12 @@ class Part(Generic[LinkT]):
 
 
 @dataclass(slots=True)
-class Transfer(Generic[LinkT]):
+class ReceiveTransfer(Generic[LinkT]):
     request_id: str
-    parts: list[Part[LinkT]]
+    parts: list[ReceivePart[LinkT]]
     token_ids: tuple[int, ...] = ()
     report: TransferReport | None = None
-    failure: Failed | None = None
+    failure: ReceiveFailed | None = None
 
     @property
     def state(self) -> str:
@@ -110,13 +113,13 @@ class Consumer(Generic[LinkT]):
     receive_timeout_s: float
     timeouts: int = 0
     digest_mismatches: int = 0
-    _transfers: dict[str, Transfer[LinkT]] = field(default_factory=dict)
-    _outcomes: list[Received | Failed] = field(default_factory=list)
+    _transfers: dict[str, ReceiveTransfer[LinkT]] = field(default_factory=dict)
+    _outcomes: list[Received | ReceiveFailed] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def __iter__(self) -> Iterator[tuple[Transfer[LinkT], Part[LinkT]]]:
+    def __iter__(self) -> Iterator[tuple[ReceiveTransfer[LinkT], ReceivePart[LinkT]]]:
         for transfer in self._transfers.values():
             for part in transfer.parts:
                 yield transfer, part
@@ -125,8 +128,8 @@ class Consumer(Generic[LinkT]):
     def has_outcomes(self) -> bool:
         return bool(self._outcomes)
 
-    def take_outcomes(self) -> list[Received | Failed]:
-        """Return what ended since the last call, each request once."""
+    def take_outcomes(self) -> list[Received | ReceiveFailed]:
+        """Return the outcomes since the last call, each once."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -140,16 +143,16 @@ class Consumer(Generic[LinkT]):
     ) -> list[Send[LinkT]]:
         """Start a transfer into reserved blocks, with one subscription per producer rank.
 
-        If its id is in use, this request fails and the other one goes on.
+        If the transfer id is in use, this request fails and the other one continues.
         """
         transfer_id = subscriptions[0][1].transfer_id
         if transfer_id in self._transfers:
             self.refuse(request_id, f"transfer id {transfer_id} is in use", TransferFailed.code)
             return []
-        self._transfers[transfer_id] = Transfer(
+        self._transfers[transfer_id] = ReceiveTransfer(
             request_id,
             [
-                Part(transfer_id, request_id, link, subscription, parts, now, now)
+                ReceivePart(transfer_id, request_id, link, subscription, parts, now, now)
                 for link, subscription, parts in subscriptions
             ],
         )
@@ -157,7 +160,7 @@ class Consumer(Generic[LinkT]):
 
     def refuse(self, request_id: str, reason: str, code: str = InvalidRequest.code) -> None:
         """Fail a request whose transfer was not started."""
-        self._outcomes.append(Failed(request_id, reason, code))
+        self._outcomes.append(ReceiveFailed(request_id, reason, code))
 
     def cancel(self, transfer_id: str, reason: str) -> list[Send[LinkT]]:
         transfer = self._transfers.get(transfer_id)
@@ -165,11 +168,26 @@ class Consumer(Generic[LinkT]):
 
     # -- from the producer
 
+    def on_message(
+        self, link: LinkT, message: KvMessage, now: float, transport: str, *, is_pull: bool
+    ) -> list[Send[LinkT]]:
+        """Handle a producer's message other than ChunkReady. Raises ProtocolError if a producer may
+        not send it."""
+        match message:
+            case TransferDone():
+                return self.done(link, message, transport, is_pull=is_pull)
+            case Fail(transfer_id, reason):
+                return self.fail(link, transfer_id, reason)
+            case Heartbeat(transfer_id):
+                self.heartbeat(link, transfer_id, now)
+                return []
+        raise ProtocolError(f"unexpected {type(message).__name__} from a producer")
+
     def begin_chunk(self, link: LinkT, chunk: ChunkReady) -> Place | None:
         """Return where to write the chunk, or None to discard it.
 
-        A producer whose blocks were preempted, or that was sent a Nack, starts again at an earlier
-        block. Raises ProtocolError for a later one than the expected.
+        A producer starts again at an earlier block after a preemption or a Nack. Raises
+        ProtocolError if the chunk starts after the expected block.
         """
         transfer, part = self._find(link, chunk.transfer_id)
         if transfer is None or part is None or transfer.failure is not None or part.is_done:
@@ -192,7 +210,7 @@ class Consumer(Generic[LinkT]):
     def end_chunk(
         self, link: LinkT, chunk: ChunkReady, now: float, seconds: float, digests: bytes
     ) -> list[Send[LinkT]]:
-        """Record that the chunk was written. `digests` are those of what was read."""
+        """Record that the chunk was written. `digests` are those of the bytes read."""
         transfer, part = self._find(link, chunk.transfer_id)
         if transfer is None or part is None or not part.is_writing:
             return []
@@ -220,11 +238,13 @@ class Consumer(Generic[LinkT]):
         if part is not None:
             part.progress_at = now
 
-    def done(self, link: LinkT, done: Done, transport: str, *, is_pull: bool) -> list[Send[LinkT]]:
+    def done(
+        self, link: LinkT, done: TransferDone, transport: str, *, is_pull: bool
+    ) -> list[Send[LinkT]]:
         """Record that a producer rank has sent everything, and compare the digests.
 
-        If this worker copies by itself (`is_pull`), the producer does not know how long the last
-        chunk took.
+        If this worker copies from the producer's memory (`is_pull`), the producer does not know the
+        duration of the last chunk.
         """
         transfer, part = self._find(link, done.transfer_id)
         if transfer is None or part is None or transfer.failure is not None:
@@ -248,7 +268,7 @@ class Consumer(Generic[LinkT]):
             int(part.was_nacked),
         )
         transfer.token_ids = tuple(done.token_ids)
-        transfer.report = report if transfer.report is None else transfer.report.beside(report)
+        transfer.report = report if transfer.report is None else transfer.report.merged_with(report)
         if all(each.is_done for each in transfer.parts):
             del self._transfers[done.transfer_id]
             outcome = Received(transfer.request_id, transfer.token_ids, transfer.report)
@@ -288,19 +308,20 @@ class Consumer(Generic[LinkT]):
 
     def _find(
         self, link: LinkT, transfer_id: str
-    ) -> tuple[Transfer[LinkT] | None, Part[LinkT] | None]:
+    ) -> tuple[ReceiveTransfer[LinkT] | None, ReceivePart[LinkT] | None]:
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             return None, None
         return transfer, next((part for part in transfer.parts if part.link is link), None)
 
     def _repeat(
-        self, transfer: Transfer[LinkT], part: Part[LinkT], damaged: list[int]
+        self, transfer: ReceiveTransfer[LinkT], part: ReceivePart[LinkT], damaged: list[int]
     ) -> list[Send[LinkT]]:
-        """Ask for damaged blocks again, once."""
+        """Request damaged blocks again, once; fail the transfer if that was done already."""
         self.digest_mismatches += 1
         reason = f"KV digest mismatch in blocks {damaged[0]}-{damaged[-1]}"
         if part.was_nacked:
+            # Not an accident of the copy: the producer's memory has changed since its digest.
             reason += ", also after one retry"
             return self._fail(transfer, reason, code=TransferCorrupted.code)
         logger.warning("transfer %s: %s", part.transfer_id, reason)
@@ -309,16 +330,16 @@ class Consumer(Generic[LinkT]):
 
     def _fail(
         self,
-        transfer: Transfer[LinkT],
+        transfer: ReceiveTransfer[LinkT],
         reason: str,
         *,
         code: str = TransferFailed.code,
         but: LinkT | None = None,
     ) -> list[Send[LinkT]]:
-        """Cancel the parts that are not done, except at `but`. Report the failure when nothing is
+        """Cancel the unfinished parts, except on link `but`. Report the failure when no chunk is
         being written."""
         if transfer.failure is None or code != TransferFailed.code:
-            transfer.failure = Failed(transfer.request_id, reason, code)
+            transfer.failure = ReceiveFailed(transfer.request_id, reason, code)
         sends = []
         transfer_id = transfer.parts[0].transfer_id
         for part in transfer.parts:

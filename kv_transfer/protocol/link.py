@@ -1,6 +1,7 @@
-"""A connection between two workers: its socket and what waits to be written on it.
+"""A connection between two workers: its socket and its queue of items to write.
 
-One thread reads; one at a time writes (peers.py). Any thread may `post`.
+One thread reads (link_threads.py); one thread at a time writes (driver.py). Any thread may call
+`post`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from kv_transfer.protocol.messages import (
     HEADER,
     MAX_HANDSHAKE_BYTES,
     MAX_MESSAGE_BYTES,
-    Message,
+    KvMessage,
     body_length,
     decode,
     encode,
 )
-from pdserve.dead_peer import detect_dead_peer
+from pdserve.net.sockets import detect_dead_peer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_transfer.layout import PagePart
+    from kv_transfer.cache.geometry import PagePart
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.protocol.producer import SendChunk
 
-# Seconds without an answer of a producer's kernel after which a consumer gives up the link.
+# A consumer closes the link after this many seconds without a response of the producer's kernel.
+# The kernel responds even if the process is busy, so this is much shorter than receive_timeout_s.
 DEAD_PEER_S = 5
 SOCKET_BUFFER_BYTES = 4 << 20
 READ_AHEAD_BYTES = 4 << 10
@@ -44,28 +46,29 @@ class Channel:
 
     name: str
 
-    def told(self, body: bytes) -> None:
-        """Handle an Inner message that came outside of `receive`. Must not block."""
+    def on_inner(self, body: bytes) -> None:
+        """Handle an Inner message that arrived outside of `receive`. Must not block."""
         raise ProtocolError(f"{self.name} has no messages of its own")
 
     def close(self) -> None:
-        """Release what the end holds."""
+        """Release the resources of this end."""
 
 
 class ProducerChannel(Channel):
     """The sending end."""
 
-    # Whether `send` neither copies nor waits, so that any thread may call it.
+    # True if `send` neither copies nor waits, so that any thread may call it.
     is_quick = False
 
     def open(self) -> None:
-        """Do what the first chunk should not wait for. On the link's writer thread, before all."""
+        """Do slow preparations before the first chunk. Called first on the link's writer
+        thread."""
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
         """Announce the chunk and send the blocks, `part` of each page.
 
-        It returns when the blocks may be overwritten. A transport whose consumer copies by itself
-        returns at once: the digests prove that what was copied is what was computed.
+        Returns when the blocks may be overwritten. A transport whose consumer copies by itself
+        returns at once: if the blocks change under the copy, the digests do not match.
         """
         raise NotImplementedError
 
@@ -73,22 +76,22 @@ class ProducerChannel(Channel):
 class ConsumerChannel(Channel):
     """The receiving end."""
 
-    # Whether `receive` starts to copy when the chunk is announced.
+    # True if `receive` copies from the producer's memory when the chunk is announced.
     is_pull = False
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
     ) -> bytes:
-        """Put the chunk into these blocks and return the digests of what was received. With None,
-        discard it.
+        """Write the chunk into these blocks and return the digests of the received bytes. With
+        None, discard it.
 
-        Runs on the link's reader thread. When it returns or raises, nothing writes any more.
+        Runs on the link's reader thread. No write is in progress when it returns or raises.
         """
         raise NotImplementedError
 
 
 class Link:
-    """`producer` or `consumer` is set when the handshake is over."""
+    """One connection. The handshake sets `producer` or `consumer`, this end's channel."""
 
     def __init__(self, address: str, *, is_dialled: bool) -> None:
         self.peer_address = address
@@ -97,8 +100,8 @@ class Link:
         self.peer_instance_id = ""
         self.producer: ProducerChannel | None = None
         self.consumer: ConsumerChannel | None = None
-        self.reason = ""  # why it is down
-        self.downgrade = ""  # if it uses a slower transport than it should: which, and why
+        self.reason = ""  # why the link is down
+        self.downgrade = ""  # the slower transport in use, and why; "" if none
         self.is_blamed = False  # the peer violated the protocol
         self.is_over = False  # down, and its threads have ended
         self.thread: threading.Thread | None = None
@@ -107,14 +110,14 @@ class Link:
         self._down = threading.Event()
         self._changed = threading.Condition()
         self.writing = threading.Lock()  # held by the thread that writes
-        self._queue: deque[Message | SendChunk[Link]] = deque()
+        self._queue: deque[KvMessage | SendChunk[Link]] = deque()
         self._unsent = b""
         self._buffer = memoryview(bytearray(READ_AHEAD_BYTES))
         self._ahead = self._buffer[:0]
 
     @property
     def transport(self) -> str:
-        """Name of the negotiated transport; "" before the handshake is over."""
+        """Name of the negotiated transport; "" until the handshake completes."""
         channel = self.producer or self.consumer
         return "" if channel is None else channel.name
 
@@ -124,7 +127,7 @@ class Link:
 
     @property
     def peer(self) -> str:
-        """Instance id of the other worker, or its address while that is unknown."""
+        """Instance id of the other worker, or its address while the id is unknown."""
         return self.peer_instance_id or self.peer_address
 
     # -- the socket's life
@@ -136,9 +139,10 @@ class Link:
         return self._sock
 
     def open(self, sock: socket.socket, send_timeout_s: float) -> None:
-        """Use a socket. A peer that reads nothing for `send_timeout_s` ends the link."""
+        """Attach a socket. The link ends if the peer reads nothing for `send_timeout_s`."""
         self._sock = sock
-        # A producer's data may wait for a consumer that is busy; a consumer's messages never do.
+        # A busy consumer may leave a producer's data unread for long. A producer always reads, so
+        # the consumer can use the short limit.
         detect_dead_peer(sock, DEAD_PEER_S if self.is_dialled else int(send_timeout_s))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -149,7 +153,7 @@ class Link:
             raise LinkClosed(self.reason)
 
     def replace_socket(self, sock: socket.socket) -> None:
-        """Continue on the same connection after TLS began or ended."""
+        """Replace the socket object of the same connection, after TLS began or ended."""
         self._sock = sock
 
     def end_handshake(self) -> None:
@@ -157,7 +161,7 @@ class Link:
         self.sock.settimeout(None)
 
     def close(self, reason: str) -> bool:
-        """End the link and wake its threads. Return False if it was down already."""
+        """Mark the link as down and wake its threads. Return False if it was down already."""
         with self._changed:
             if self.is_down:
                 return False
@@ -179,14 +183,19 @@ class Link:
 
     # -- writing
 
-    def post(self, item: Message | SendChunk[Link]) -> None:
+    def post(self, item: KvMessage | SendChunk[Link]) -> None:
         """Queue a message or a chunk for the writer thread. Never blocks."""
         self.queue(item)
         self.wake_writer()
 
-    def queue(self, item: Message | SendChunk[Link]) -> None:
-        """Queue without waking the writer thread: `peers.flush` follows."""
+    def queue(self, item: KvMessage | SendChunk[Link]) -> None:
+        """Queue an item without waking the writer thread. Only for `Driver`, which sends it."""
         self._queue.append(item)
+
+    @property
+    def has_items(self) -> bool:
+        """True if something is left to write."""
+        return bool(self._queue or self._unsent)
 
     def wake_writer(self) -> None:
         with self._changed:
@@ -195,24 +204,27 @@ class Link:
     def wait_for_items(self) -> bool:
         """Writer thread: return True when something is queued, False when the link is down."""
         with self._changed:
-            while not (self._queue or self._unsent) and not self.is_down:
+            while not (self.has_items or self.is_down):
                 self._changed.wait()
             return not self.is_down
 
-    def take(self) -> Message | SendChunk[Link] | None:
+    def take(self) -> KvMessage | SendChunk[Link] | None:
         """Return the next queued item. The caller holds `writing`."""
         return self._queue.popleft() if self._queue and not self.is_down else None
 
-    def put_back(self, item: Message | SendChunk[Link]) -> None:
+    def put_back(self, item: KvMessage | SendChunk[Link]) -> None:
         self._queue.appendleft(item)
 
-    def write(self, message: Message) -> None:
+    def write(self, message: KvMessage) -> None:
         """Send a message, waiting for the peer. The caller holds `writing`."""
         self.write_pieces([memoryview(encode(message))])
 
-    def write_some(self, message: Message) -> bool:
-        """Send a message as far as the peer takes it without waiting. Return False if a rest is
-        left, which precedes what is written next. The caller holds `writing`."""
+    def write_some(self, message: KvMessage) -> bool:
+        """Send as much of a message as the socket accepts without blocking.
+
+        Return False if some bytes are unsent; they are sent before the next item. The caller holds
+        `writing`.
+        """
         data = encode(message)
         try:
             sent = 0 if self._unsent else self.sock.send(data, socket.MSG_DONTWAIT)
@@ -233,17 +245,17 @@ class Link:
         except BlockingIOError as error:
             raise LinkClosed("the peer reads nothing") from error
 
-    def say(self, message: Message) -> None:
+    def send_handshake(self, message: KvMessage) -> None:
         """Send a handshake message; TLS sockets have no scatter/gather calls."""
         self._limit()
         self.sock.sendall(encode(message))
 
     # -- reading
 
-    def read(self) -> Message:
+    def read(self) -> KvMessage:
         """Reader thread: return the next message."""
         if not self._ahead:
-            # Most messages are short and some come in pairs: one call for all of them.
+            # Most messages are short and some come in pairs: read them all with one system call.
             self._ahead = self._buffer[: self._receive_into(self._buffer)]
         limit = MAX_MESSAGE_BYTES if self.handshake_end is None else MAX_HANDSHAKE_BYTES
         ahead = self._ahead
@@ -269,7 +281,7 @@ class Link:
             if self.handshake_end is not None:
                 at = _advance(rest, at, self._receive_into(rest[at]))
                 continue
-            # MSG_WAITALL: otherwise a call returns as soon as some bytes are there.
+            # Without MSG_WAITALL, each call returns as soon as some bytes have arrived.
             count = self.sock.recvmsg_into(rest[at : at + _IOV_MAX], 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise LinkClosed("the peer closed the link")
@@ -283,8 +295,8 @@ class Link:
         return count
 
     def _limit(self) -> None:
-        # One deadline for the whole handshake: with a timeout per call a peer could send one byte
-        # after the other for ever.
+        # One deadline for the whole handshake: with a timeout per call, a peer that sends single
+        # bytes could hold the link for ever.
         if self.handshake_end is not None:
             left = self.handshake_end - time.monotonic()
             if left <= 0:

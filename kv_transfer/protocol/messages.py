@@ -1,12 +1,12 @@
 """Messages between a producer and a consumer of KV.
 
-A message is a msgpack map with a four-byte length before it and a CRC-32 behind it, because a bit
-flip in a token id or a block id must not pass for another value.
+A message is a msgpack map with a four-byte length before it and a CRC-32 after it. The CRC exists
+because a flipped bit in a token id or block id would give another valid value.
 
 The consumer dials. Handshake: consumer -> Hello, producer -> Welcome, consumer -> Select; either
-side may answer Refusal. Then consumer -> Subscribe, Nack, Cancel, Ack; producer -> ChunkReady (the
-transport's payload follows it, if it sends one on the link), Done, Fail, Heartbeat. Inner carries a
-transport's own messages in both directions.
+side may answer RefuseHandshake. Then consumer -> Subscribe, Nack, Cancel, Ack; producer ->
+ChunkReady (the transport's payload follows it, if it sends one on the link), TransferDone, Fail,
+Heartbeat. Inner carries a transport's own messages in both directions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from typing import Annotated, Any, Generic, TypeVar
 from zlib import crc32
 
 import msgspec
+from msgspec import Meta
 
 from kv_transfer.errors import ProtocolError
 
 PROTOCOL_VERSION = 12
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_HANDSHAKE_BYTES = 64 << 10
+MAX_ID_CHARS = 256
+MAX_GROUPS = 1024  # of layers that share a KV cache
 HEADER = struct.Struct("<I")
 _CRC = struct.Struct("<I")
 
@@ -32,17 +35,18 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # the upper bound excludes infinity
 
 
-class Message(
+class KvMessage(
     msgspec.Struct, frozen=True, tag_field="t", tag=str.lower, forbid_unknown_fields=True
 ):
-    """Base of all messages. The lower-case class name is the tag on the wire."""
+    """Base of all messages. The tag on the wire is the lower-case class name unless another is
+    given."""
 
 
-class Hello(Message, frozen=True):
-    """Introduce a consumer to the producer start `producer_instance_id`.
+class Hello(KvMessage, frozen=True):
+    """Introduce a consumer to the producer instance `producer_instance_id`.
 
-    `transports` are names in the consumer's order of preference. `nonce` is what the producer must
-    sign (auth.py). `version` is read before anything else, in every version of the protocol.
+    `transports` are names in the consumer's order of preference. The producer must sign `nonce`
+    (auth.py). Every version of the protocol reads `version` first.
     """
 
     version: Count
@@ -53,9 +57,9 @@ class Hello(Message, frozen=True):
     nonce: bytes
 
 
-class Welcome(Message, frozen=True):
-    """Offer the transports that both ends know, each with what the consumer needs to use it.
-    `boot_id` is equal on workers of one host (memory.py)."""
+class Welcome(KvMessage, frozen=True):
+    """Offer the transports that both ends know, each with the data that the consumer needs.
+    `boot_id` is equal on workers of one host (cache/host_memory.py)."""
 
     instance_id: str
     boot_id: str
@@ -64,24 +68,26 @@ class Welcome(Message, frozen=True):
     proof: bytes
 
 
-class Select(Message, frozen=True):
-    """Choose one of the offers; `details` is what the producer needs to use it."""
+class Select(KvMessage, frozen=True):
+    """Select one of the offers; `details` is the data that the producer needs for it."""
 
     transport: str
     details: dict[str, Any]
     proof: bytes
 
 
-class Refusal(Message, frozen=True):
-    """End a handshake, with the reason."""
+class RefuseHandshake(KvMessage, frozen=True, tag="refusal"):
+    """End a handshake and state the reason."""
 
     reason: str
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Blocks of the consumer in one KV-cache group: `block_ids` are for the blocks of the sequence
-    from `first_block` on. `heads`: first KV head of the model, number of heads, and number of heads
-    before them in the consumer's page."""
+    """Blocks of the consumer in one KV-cache group.
+
+    `block_ids` receive the blocks of the sequence from `first_block` on. `heads`: first KV head of
+    the model, number of heads, and number of heads before them in the consumer's page.
+    """
 
     group: Count
     first_block: Count
@@ -89,25 +95,30 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     heads: list[Count]
 
 
-class Subscribe(Message, frozen=True):
-    """Reserve blocks of the consumer for what the token after the first `num_tokens` needs.
+class Subscribe(KvMessage, frozen=True):
+    """Request the KV that the token after the first `num_tokens` needs, into these blocks.
 
-    The blocks of all groups, one after the other, are the blocks of the subscription; other
-    messages count in them. `readers` consumer ranks subscribe at this producer.
+    The blocks of all groups, concatenated, are the blocks of the subscription; other messages use
+    indices into them. `readers` consumer ranks subscribe at this producer rank.
     """
 
-    transfer_id: str
+    transfer_id: Annotated[str, Meta(max_length=MAX_ID_CHARS)]
     num_tokens: Count
-    groups: list[GroupBlocks]
+    groups: Annotated[list[GroupBlocks], Meta(max_length=MAX_GROUPS)]
     readers: Count = 1
 
     @property
     def num_blocks(self) -> int:
         return sum(len(each.block_ids) for each in self.groups)
 
+    @property
+    def num_items(self) -> int:
+        """Return the number of integers in the subscription."""
+        return sum(len(each.block_ids) + len(each.heads) for each in self.groups)
+
     def locate(self, block: int) -> tuple[int, int]:
-        """Return where block `block` of the subscription is: (place in `groups`, place in its
-        `block_ids`). Raises IndexError."""
+        """Return the position of block `block` of the subscription: (index in `groups`, index in
+        that group's `block_ids`). Raises IndexError."""
         for place, each in enumerate(self.groups):
             if block < len(each.block_ids):
                 return place, block
@@ -115,30 +126,31 @@ class Subscribe(Message, frozen=True):
         raise IndexError(f"block {block} behind the end of a subscription")
 
 
-class Nack(Message, frozen=True):
-    """Ask once for block `first` and all after it again: after Done, its digest did not match."""
+class Nack(KvMessage, frozen=True):
+    """Request block `first` and all later ones again, once: after TransferDone, its digest did not
+    match."""
 
     transfer_id: str
     first: Count
 
 
-class Cancel(Message, frozen=True):
-    """End a subscription. The producer sends nothing more for it."""
+class Cancel(KvMessage, frozen=True):
+    """End a subscription. The producer stops sending for it."""
 
     transfer_id: str
 
 
-class Ack(Message, frozen=True):
-    """Confirm that every block is in place, so that the producer may release its own."""
+class Ack(KvMessage, frozen=True):
+    """Confirm that every block has arrived, so that the producer may release its blocks."""
 
     transfer_id: str
 
 
-class ChunkReady(Message, frozen=True):
+class ChunkReady(KvMessage, frozen=True):
     """Announce `count` blocks, all of one group, from block `first` of the subscription: `size`
     bytes.
 
-    `block_ids` are the producer's blocks, for a transport that lets the consumer copy by itself.
+    `block_ids` are the producer's blocks, for transports whose consumer copies by itself.
     """
 
     transfer_id: str
@@ -148,12 +160,12 @@ class ChunkReady(Message, frozen=True):
     block_ids: list[Count] = []
 
 
-class Done(Message, frozen=True):
-    """End a transfer that is complete. `token_ids` are the tokens that the producer sampled.
+class TransferDone(KvMessage, frozen=True, tag="done"):
+    """End a complete transfer. `token_ids` are the tokens that the producer sampled.
 
-    `digests` has eight bytes for each block of the subscription (memory.py), made while the blocks
-    moved. `transfer_s` is the time in which bytes moved, `exposed_s` the time since the end of
-    prefill.
+    `digests` has eight bytes for each block of the subscription (cache/host_memory.py), computed
+    during the transfer. `transfer_s` is the time in which bytes moved, `exposed_s` the time since
+    the end of prefill.
     """
 
     transfer_id: str
@@ -163,21 +175,21 @@ class Done(Message, frozen=True):
     exposed_s: Seconds
 
 
-class Fail(Message, frozen=True):
-    """End a transfer that will not be completed."""
+class Fail(KvMessage, frozen=True):
+    """End a transfer that cannot be completed."""
 
     transfer_id: str
     reason: str
 
 
-class Heartbeat(Message, frozen=True):
-    """Say that the producer still works on this transfer."""
+class Heartbeat(KvMessage, frozen=True):
+    """Report that the producer still works on this transfer."""
 
     transfer_id: str
 
 
-class Inner(Message, frozen=True):
-    """Carry a message of the transport, as `pack` writes it."""
+class Inner(KvMessage, frozen=True):
+    """Carry a message of the transport, encoded by `pack`."""
 
     body: bytes
 
@@ -190,30 +202,30 @@ class Send(Generic[LinkT]):
     """Action of a state machine: send `message` over `link`."""
 
     link: LinkT
-    message: Message
+    message: KvMessage
 
 
 Bytes = bytes | bytearray | memoryview
-Kinds = msgspec.msgpack.Decoder[Message]
+Kinds = msgspec.msgpack.Decoder[KvMessage]
 
 
-def kinds_of(*classes: type[Message]) -> Kinds:
+def kinds_of(*classes: type[KvMessage]) -> Kinds:
     """Return the decoder of a set of messages, for `decode`."""
     union: Any = functools.reduce(operator.or_, classes)
     return msgspec.msgpack.Decoder(union)
 
 
-_KINDS = kinds_of(*Message.__subclasses__())  # those above; transports make more of their own
+_KINDS = kinds_of(*KvMessage.__subclasses__())  # the classes above; transports define more
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def pack(message: Message) -> bytes:
-    """Encode a message without its length."""
+def pack(message: KvMessage) -> bytes:
+    """Encode a message with its CRC, without its length."""
     body = _ENCODER.encode(message)
     return body + _CRC.pack(crc32(body))
 
 
-def encode(message: Message) -> bytes:
+def encode(message: KvMessage) -> bytes:
     """Encode a message with its length. Raises ProtocolError if it is too long."""
     body = pack(message)
     if len(body) > MAX_MESSAGE_BYTES:
@@ -230,8 +242,8 @@ def body_length(header: Bytes, limit: int = MAX_MESSAGE_BYTES) -> int:
     return int(length)
 
 
-def decode(body: Bytes, kinds: Kinds = _KINDS) -> Message:
-    """Decode what `pack` wrote. Raises ProtocolError."""
+def decode(body: Bytes, kinds: Kinds = _KINDS) -> KvMessage:
+    """Decode a message encoded by `pack`. Raises ProtocolError."""
     end = len(body) - _CRC.size
     if end < 0 or body[end:] != _CRC.pack(crc32(body[:end])):
         raise ProtocolError(f"CRC mismatch, or not protocol version {PROTOCOL_VERSION}")

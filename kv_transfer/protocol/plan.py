@@ -1,11 +1,12 @@
-"""Which bytes of which pages go from which producer rank to which consumer rank.
+"""The transfer plan: the byte ranges that each consumer rank reads from each producer rank.
 
-The KV cache has groups of layers (layout.py); each is split over ranks by its own heads.
+The KV cache has groups of layers (cache/geometry.py). Each group is split over ranks by its own
+heads. A page holds one block of one layer as [heads, tokens, channels], so a range of heads is one
+contiguous byte range in each page.
 
-A page holds one block of one layer as [heads, tokens, channels], so a range of heads is one run of
-bytes in each page. A consumer rank reads each of its heads once. Where several producer ranks hold
-the same head (fewer KV heads than ranks, or the one latent of MLA on every rank), the transfer id
-chooses one, so that replicas share the work. Both ends compute the same plan.
+A consumer rank reads each of its heads once. If several producer ranks hold the same head (fewer KV
+heads than ranks, or MLA, whose one latent is on every rank), a hash of the transfer id selects one,
+so that the replicas share the load. Both ends compute the same plan.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from kv_transfer.cache.geometry import PagePart
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
-from kv_transfer.layout import PagePart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_transfer.layout import KvGroup
+    from kv_transfer.cache.geometry import KvGroup
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRead:
-    """What moves of one group. `heads` is sent to the producer: first KV head of the model, number
-    of heads, and number of heads before them in the consumer's page. `part` is the same in bytes.
-    """
+    """The heads of one group to transfer. The producer receives `heads`: first KV head of the
+    model, number of heads, and number of heads before them in the consumer's page. `part` is the
+    same range in bytes."""
 
     heads: tuple[int, int, int]
     part: PagePart
@@ -37,8 +38,8 @@ class GroupRead:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a consumer rank subscribes to at one producer rank. `readers` counts the consumer ranks
-    that read from this producer rank."""
+    """The subscription of a consumer rank at one producer rank. `readers` counts the consumer
+    ranks that read from this producer rank."""
 
     producer_rank: int
     groups: tuple[GroupRead, ...]
@@ -51,8 +52,8 @@ class Shard:
     UnsupportedLayout.
 
     `num_kv_heads` counts the heads of the model. MLA has one. A state that is split over the ranks
-    counts as one head a rank, and can be read by as many ranks only. `head_bytes` is the size of
-    one head in a page: K and V of a block's tokens.
+    counts as one head per rank, so only the same number of ranks can read it. `head_bytes` is the
+    size of one head in a page: K and V of a block's tokens.
     """
 
     num_kv_heads: int
@@ -76,7 +77,7 @@ class Shard:
 
     @property
     def heads(self) -> range:
-        """The model's KV heads in each page, as vLLM splits them over ranks."""
+        """Indices of the model's KV heads in each page, split over ranks as vLLM does."""
         first = self.rank * self.num_kv_heads // self.tp
         return range(first, first + max(1, self.num_kv_heads // self.tp))
 
@@ -86,17 +87,17 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CopyPlan:
     """This rank's part of the KV cache: a shard for each group."""
 
     shards: tuple[Shard, ...]
 
     def whole(self, group: int) -> PagePart:
-        """Return whole pages of a group."""
+        """Return the part that covers whole pages of a group."""
         return PagePart(group, 0, 0, self.shards[group].page_bytes)
 
     def part_of(self, group: int, heads: Sequence[int]) -> PagePart:
-        """Return the bytes that a subscription's `heads` are in this producer rank's pages. Raises
+        """Return the byte range of a subscription's `heads` in this producer rank's pages. Raises
         KvTransferError if this rank does not hold them."""
         if len(heads) != 3 or not heads[1]:
             raise KvTransferError(f"invalid heads in a subscription: {list(heads)}")
@@ -112,30 +113,30 @@ class Plan:
         return PagePart(group, (first - held.start) * size, before * size, count * size)
 
     def reads(self, producer_tp: int, transfer_id: str) -> tuple[Read, ...]:
-        """Return what this consumer rank reads of a producer with `producer_tp` ranks."""
+        """Return the reads of this consumer rank from a producer with `producer_tp` ranks."""
         return self._reads(producer_tp, transfer_id)[self.shards[0].rank]
 
     def declines(self, producer_tp: int, transfer_id: str) -> tuple[int, ...]:
-        """Return the producer ranks that no consumer rank reads and that this rank has to tell."""
+        """Return the producer ranks that no consumer rank reads and that this rank must notify."""
         plan = self._reads(producer_tp, transfer_id)
         read = {each.producer_rank for reads in plan for each in reads}
-        return tuple(rank for rank in self.told(producer_tp) if rank not in read)
+        return tuple(rank for rank in self.notifies(producer_tp) if rank not in read)
 
-    def told(self, producer_tp: int) -> range:
-        """Return the producer ranks to which this rank speaks for all consumer ranks."""
+    def notifies(self, producer_tp: int) -> range:
+        """Return the producer ranks that this rank notifies on behalf of all consumer ranks."""
         return range(self.shards[0].rank, producer_tp, self.shards[0].tp)
 
     def _reads(self, producer_tp: int, transfer_id: str) -> tuple[tuple[Read, ...], ...]:
         spread = 0
         if any(producer_tp > shard.num_kv_heads for shard in self.shards):
-            # Several producer ranks hold the same head.
+            # Several producer ranks hold the same head: select one by a hash of the id.
             spread = zlib.crc32(transfer_id.encode("utf-8", "surrogatepass"))
         return _plan(tuple(replace(s, rank=0) for s in self.shards), producer_tp, spread)
 
 
 @lru_cache(maxsize=64)
 def _plan(shards: tuple[Shard, ...], producer_tp: int, spread: int) -> tuple[tuple[Read, ...], ...]:
-    """Return the reads of each consumer rank. `spread` chooses among producer ranks that hold the
+    """Return the reads of each consumer rank. `spread` selects among producer ranks that hold the
     same heads."""
     found: list[dict[int, list[GroupRead]]] = [{} for _ in range(shards[0].tp)]
     for index, shard in enumerate(shards):

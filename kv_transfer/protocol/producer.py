@@ -1,14 +1,15 @@
-"""Sending transfers: a state machine without I/O. It returns what to send and to release.
+"""The sending side of transfers: a state machine without I/O that returns actions (send, digest,
+release).
 
-    EXPECTED --Subscribe--> SENDING --blocks and digests complete: Done--> SENT --Ack--> gone
-        |                      ^-------------------- Nack ------------------|
+    EXPECTED --Subscribe--> SENDING --all blocks and digests: TransferDone--> SENT --Ack--> gone
+        |                      ^------------------- Nack -----------------------|
         `-- abort, Cancel, Fail, link down, end of the lease --> gone
 
-A transfer is known once the engine expects it; a subscription may come earlier. The engine's blocks
-are released once they are acknowledged, or the transfer has failed, and no copy reads them.
+A transfer exists once the engine expects it; a subscription may arrive earlier. The engine's blocks
+are released when the transfer is acknowledged or has failed, and no copy reads them.
 
-Blocks of layers that attend to all tokens are sent as they fill. Before prefill has ended, other
-blocks may leave their window, and a state changes with each step; so these are sent at the end.
+Blocks of layers that attend to all tokens are sent as they fill. Other blocks are sent when prefill
+has ended: until then, blocks may leave their window, and a state changes with each step.
 
 If the consumer has more tensor-parallel ranks than the producer, several of its ranks subscribe at
 one producer rank, each over its own link. If one of them gives up, the transfer fails for all.
@@ -20,27 +21,41 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic
 
-from kv_transfer.errors import KvTransferError
-from kv_transfer.memory import DIGEST_BYTES
-from kv_transfer.protocol.messages import Done, Fail, Heartbeat, LinkT, Send
+from kv_transfer.cache.host_memory import DIGEST_BYTES
+from kv_transfer.errors import KvTransferError, ProtocolError
+from kv_transfer.protocol.messages import (
+    Ack,
+    Cancel,
+    Fail,
+    Heartbeat,
+    KvMessage,
+    LinkT,
+    Nack,
+    Send,
+    Subscribe,
+    TransferDone,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kv_transfer.layout import PagePart
-    from kv_transfer.protocol.messages import Subscribe
-    from kv_transfer.protocol.plan import Plan
+    from kv_transfer.cache.geometry import PagePart
+    from kv_transfer.protocol.plan import CopyPlan
 
 MAX_TOMBSTONES = 4096
+# Limits on subscriptions that arrived before their requests: their number, and their total items
+# (block ids and head numbers).
 MAX_EARLY = 4096
+MAX_EARLY_ITEMS = 1 << 20
 _DUPLICATE = "the transfer has been subscribed to before"
 _GONE = "the decode worker disconnected"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SendChunk(Generic[LinkT]):
-    """Action: send the blocks `block_ids`, `part` of each page, as a ChunkReady for block `first`
-    of the subscription. `begin_copy` says at its turn whether it is still wanted."""
+    """Action: send `part` of each page of the blocks `block_ids`, as a ChunkReady for block `first`
+    of the subscription. The sender first calls `begin_copy`, which returns False if the chunk is
+    obsolete."""
 
     link: LinkT
     transfer_id: str
@@ -56,31 +71,38 @@ class Release:
     request_id: str
 
 
-Action = Send[LinkT] | SendChunk[LinkT] | Release
+@dataclass(frozen=True, slots=True)
+class DigestBlocks:
+    """Action: this transfer may have blocks to digest. Call `undigested` until it returns None."""
+
+    transfer_id: str
+
+
+Action = Send[LinkT] | SendChunk[LinkT] | Release | DigestBlocks
 
 
 @dataclass(slots=True, eq=False)
 class Reader(Generic[LinkT]):
-    """A consumer rank that reads a transfer. At most one of its chunks is queued or copied.
-    `parts` of the pages go to the groups of the subscription."""
+    """A consumer rank that reads a transfer. At most one of its chunks is queued or being copied.
+    `parts` has the byte range in the pages for each group of the subscription."""
 
     link: LinkT
     subscription: Subscribe
     expires_at: float  # while the engine does not know the transfer
     parts: tuple[PagePart, ...] = ()
-    next_block: int = 0  # the first block that was not handed out
+    next_block: int = 0  # the first block not yet put into a chunk
     sent_blocks: int = 0
     sent_bytes: int = 0
     queued: SendChunk[LinkT] | None = None
     copying: SendChunk[LinkT] | None = None
-    is_rewound: bool = False  # while it was copying
+    is_rewound: bool = False  # during the current copy
     was_nacked: bool = False
     is_done: bool = False
     spoke_at: float = 0.0
     transfer_s: float = 0.0
 
     def rewind(self, block: int) -> None:
-        """Send `block` and all after it again."""
+        """Send `block` and all later blocks again."""
         self.next_block = self.sent_blocks = block
         self.queued = None
         self.is_rewound = self.copying is not None
@@ -89,7 +111,7 @@ class Reader(Generic[LinkT]):
 
 @dataclass(slots=True)
 class Digests:
-    """Digests of a group's blocks from `first` on, of a part of their pages."""
+    """Digests of one part of the pages of a group's blocks, from block `first` on."""
 
     first: int
     made: bytes = b""
@@ -101,9 +123,9 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Undigested(Generic[LinkT]):
-    """Blocks whose digests are to be made: `block_ids`, the first of which is block `first`."""
+    """Blocks that need digests: `block_ids`, starting at block `first` of the sequence."""
 
-    transfer: Transfer[LinkT]
+    transfer: SendTransfer[LinkT]
     generation: int
     part: PagePart
     first: int
@@ -111,8 +133,9 @@ class Undigested(Generic[LinkT]):
 
 
 @dataclass(slots=True)
-class Transfer(Generic[LinkT]):
-    """`tables` are the engine's block tables. `generation` counts preemptions."""
+class SendTransfer(Generic[LinkT]):
+    """One transfer. `tables` are the engine's block tables. `generation` counts preemptions, so
+    that digests from before a preemption are dropped."""
 
     transfer_id: str
     request_id: str
@@ -122,7 +145,7 @@ class Transfer(Generic[LinkT]):
     generation: int = 0
     digests: dict[PagePart, Digests] = field(default_factory=dict)
     readers: list[Reader[LinkT]] = field(default_factory=list)
-    num_readers: int = 0  # as the subscriptions say; 0 before the first
+    num_readers: int = 0  # from the first subscription; 0 before it
     acknowledged: int = 0
     ended_at: float | None = None
     token_ids: tuple[int, ...] = ()
@@ -132,7 +155,7 @@ class Transfer(Generic[LinkT]):
 
     @property
     def state(self) -> str:
-        """State of the reader that is furthest behind."""
+        """State of the slowest reader."""
         if self.is_closed:
             return "closed"
         if not self.num_readers:
@@ -148,16 +171,17 @@ class Producer(Generic[LinkT]):
     """All transfers that a worker sends. The caller holds one lock around each call."""
 
     def __init__(
-        self, *, plan: Plan, chunk_blocks: Sequence[int], lease_s: float, heartbeat_s: float
+        self, *, plan: CopyPlan, chunk_blocks: Sequence[int], lease_s: float, heartbeat_s: float
     ) -> None:
-        """`chunk_blocks`: blocks of each group that are sent at once."""
+        """`chunk_blocks`: for each group, the number of blocks per chunk."""
         self._plan = plan
         self.chunk_blocks = chunk_blocks
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
-        self._transfers: dict[str, Transfer[LinkT]] = {}
+        self._transfers: dict[str, SendTransfer[LinkT]] = {}
         self._early: dict[str, list[Reader[LinkT]]] = {}
-        # Why transfers ended that a consumer may still ask for.
+        self._early_items = 0
+        # Transfer id -> reason, for ended transfers to which a consumer may still subscribe.
         self._tombstones: OrderedDict[str, str] = OrderedDict()
         self.expired_leases = 0
         self.refused_subscriptions = 0
@@ -165,42 +189,42 @@ class Producer(Generic[LinkT]):
     def __len__(self) -> int:
         return len(self._transfers) + len(self._early)
 
-    def __iter__(self) -> Iterator[Transfer[LinkT]]:
+    def __iter__(self) -> Iterator[SendTransfer[LinkT]]:
         return iter(self._transfers.values())
 
     def early(self) -> Iterator[Reader[LinkT]]:
-        """Iterate over subscriptions to transfers that the engine does not know yet."""
+        """Iterate over subscriptions whose transfers the engine does not expect yet."""
         for readers in self._early.values():
             yield from readers
 
     # -- from the engine
 
     def expect(self, transfer_id: str, request_id: str, now: float) -> list[Action[LinkT]]:
-        """The engine has accepted a request. If the id is in use, both requests fail: their KV
-        could be confused."""
+        """Record that the engine has accepted a request. If the transfer id is in use, both
+        requests fail, because their KV could be confused."""
         used = self._transfers.get(transfer_id)
         if used is not None:
             return self._close(used, f"transfer id {transfer_id} was used twice")
-        transfer = Transfer[LinkT](transfer_id, request_id, now)
+        transfer = SendTransfer[LinkT](transfer_id, request_id, now)
         transfer.is_closed = transfer_id in self._tombstones
         self._transfers[transfer_id] = transfer
         actions: list[Action[LinkT]] = []
-        for early in self._early.pop(transfer_id, []):
+        for early in self._take_early(transfer_id):
             actions += self.subscribe(early.link, early.subscription, now)
         return actions
 
     def progress(
         self, transfer_id: str, tables: Sequence[list[int]], ready_tokens: int, now: float
     ) -> list[Action[LinkT]]:
-        """A step has computed the KV of the request's first `ready_tokens`, which is where the
-        engine's block tables say."""
+        """Record that a step has computed the KV of the request's first `ready_tokens`, in the
+        blocks of the engine's block `tables`."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             return []
         groups = [shard.group for shard in self._plan.shards]
         held = min(len(tables[group.table]) * group.block_size for group in groups)
         transfer.tables, transfer.ready_tokens = tables, min(ready_tokens, held)
-        return self._pump(transfer, now)
+        return [*self._pump(transfer, now), DigestBlocks(transfer_id)]
 
     def end(
         self,
@@ -211,7 +235,8 @@ class Producer(Generic[LinkT]):
         held: bool,
         request_id: str = "",
     ) -> list[Action[LinkT]]:
-        """The engine's request ended. `held`: its blocks wait for our Release."""
+        """Record that the engine's request ended. `held`: the engine keeps its blocks until our
+        Release."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None or request_id not in ("", transfer.request_id):
             return [Release(request_id)] if held and request_id else []
@@ -221,11 +246,11 @@ class Producer(Generic[LinkT]):
         if not held or transfer.is_closed:
             return self._close(transfer, "the prefill was aborted")
         transfer.lease_end = now + self._lease_s
-        return self._pump(transfer, now)
+        return [*self._pump(transfer, now), DigestBlocks(transfer_id)]
 
     def undigested(self, transfer_id: str) -> Undigested[LinkT] | None:
-        """Return blocks without digests that stay as they are, no more than a chunk; whole pages
-        while nobody has subscribed."""
+        """Return at most one chunk of final blocks without digests, or None. Use whole pages until
+        a consumer has subscribed."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.is_closed:
             return None
@@ -241,8 +266,8 @@ class Producer(Generic[LinkT]):
                 return Undigested(transfer, transfer.generation, part, first, block_ids)
         return None
 
-    def _wanted_digests(self, transfer: Transfer[LinkT]) -> list[tuple[PagePart, int]]:
-        """Return the parts of pages whose digests are wanted, each with its first block."""
+    def _wanted_digests(self, transfer: SendTransfer[LinkT]) -> list[tuple[PagePart, int]]:
+        """Return the page parts that need digests, each with its first block."""
         if transfer.num_readers:
             return [
                 (part, blocks.first_block)
@@ -258,7 +283,7 @@ class Producer(Generic[LinkT]):
         ]
 
     def digested(self, of: Undigested[LinkT], digests: bytes, now: float) -> list[Action[LinkT]]:
-        """The digests have been made, or cannot be: then they are empty."""
+        """Record computed digests; empty `digests` mean that they could not be computed."""
         if not digests:
             return self._close(of.transfer, "the digests cannot be made")
         made = of.transfer.digests.get(of.part)
@@ -268,8 +293,8 @@ class Producer(Generic[LinkT]):
         return self._pump(of.transfer, now)
 
     def preempt(self, transfer_id: str) -> None:
-        """The engine takes the request's blocks away and will compute them again. The caller waits
-        until `copying` is empty before the blocks are written."""
+        """Record that the engine has taken the request's blocks and will compute them again. The
+        caller must wait until `copying` is empty before the blocks are written."""
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             transfer.ready_tokens = 0
@@ -285,7 +310,7 @@ class Producer(Generic[LinkT]):
         return [reader.link for reader in readers if reader.copying is not None]
 
     def release(self, transfer_id: str) -> list[Action[LinkT]]:
-        """Give up the blocks of a request that ended."""
+        """Close the transfer of an ended request, to release its blocks."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.ended_at is None:
             return []
@@ -293,8 +318,22 @@ class Producer(Generic[LinkT]):
 
     # -- from the consumer
 
+    def on_message(self, link: LinkT, message: KvMessage, now: float) -> list[Action[LinkT]]:
+        """Handle a consumer's message. Raises ProtocolError if a consumer may not send it."""
+        match message:
+            case Subscribe():
+                return self.subscribe(link, message, now)
+            case Nack(transfer_id, first):
+                return self.nack(link, transfer_id, first, now)
+            case Cancel(transfer_id):
+                return self.cancel(link, transfer_id)
+            case Ack(transfer_id):
+                return self.ack(link, transfer_id)
+        raise ProtocolError(f"unexpected {type(message).__name__} from a consumer")
+
     def subscribe(self, link: LinkT, subscription: Subscribe, now: float) -> list[Action[LinkT]]:
-        """A consumer rank has reserved blocks, maybe before the engine knows the transfer."""
+        """Record a consumer rank's subscription, perhaps before the engine expects the
+        transfer."""
         transfer_id = subscription.transfer_id
         if transfer_id in self._tombstones:
             return self._refuse(link, transfer_id, self._tombstones[transfer_id])
@@ -306,8 +345,10 @@ class Producer(Generic[LinkT]):
                 early and len(early) >= early[0].subscription.readers
             ):
                 return self._refuse(link, transfer_id, _DUPLICATE)
-            if len(self._early) >= MAX_EARLY:
-                return self._refuse(link, transfer_id, f"{MAX_EARLY} transfers are unknown here")
+            items = self._early_items + subscription.num_items
+            if len(self._early) >= MAX_EARLY or items > MAX_EARLY_ITEMS:
+                return self._refuse(link, transfer_id, "too many transfers are unknown here")
+            self._early_items = items
             self._early.setdefault(transfer_id, []).append(reader)
             return []
         is_full = len(transfer.readers) + transfer.acknowledged >= transfer.num_readers > 0
@@ -321,12 +362,12 @@ class Producer(Generic[LinkT]):
         except KvTransferError as error:
             self.refused_subscriptions += 1
             return self._close(transfer, str(error))
-        # Where the consumer puts them is of no concern here.
+        # Drop the consumer's offset, so that equal parts of different consumers share digests.
         reader.parts = tuple(replace(part, target_start=0) for part in parts)
-        return self._pump(transfer, now)
+        return [*self._pump(transfer, now), DigestBlocks(transfer_id)]
 
     def nack(self, link: LinkT, transfer_id: str, first: int, now: float) -> list[Action[LinkT]]:
-        """A consumer found block `first` damaged: send it and all after it once more."""
+        """Send block `first`, which arrived damaged, and all later blocks once more."""
         transfer, reader = self._find(link, transfer_id)
         if transfer is None or reader is None:
             reason = self._tombstones.get(transfer_id, "unknown transfer")
@@ -334,12 +375,13 @@ class Producer(Generic[LinkT]):
         if reader.was_nacked:
             return self._close(transfer, "two chunks were damaged")
         reader.was_nacked = True
-        if first < reader.next_block:  # else it was preempted meanwhile and will be sent anyway
+        if first < reader.next_block:  # else a preemption has rewound it already
             reader.rewind(first)
         return self._pump(transfer, now)
 
     def cancel(self, link: LinkT, transfer_id: str) -> list[Action[LinkT]]:
-        """A consumer does not want the transfer. Ignored if others subscribed and it did not."""
+        """End a transfer that a consumer does not want. Ignored if other links have subscribed and
+        this one has not."""
         transfer = self._transfers.get(transfer_id)
         early = self._early.get(transfer_id, [])
         if transfer is None:
@@ -350,7 +392,8 @@ class Producer(Generic[LinkT]):
         return self._close(transfer, "cancelled", but=link)
 
     def ack(self, link: LinkT, transfer_id: str) -> list[Action[LinkT]]:
-        """A consumer rank has all its blocks. The last one's ack releases them."""
+        """Record that a consumer rank has all its blocks. The last acknowledgement releases the
+        engine's blocks."""
         transfer, reader = self._find(link, transfer_id)
         if transfer is None or reader is None or not reader.is_done:
             return []
@@ -372,7 +415,7 @@ class Producer(Generic[LinkT]):
     # -- from the link's writer thread
 
     def begin_copy(self, chunk: SendChunk[LinkT]) -> bool:
-        """Return True if the chunk is still wanted; the caller then owes `end_copy`."""
+        """Return True if the chunk is still needed; the caller must then call `end_copy`."""
         _, reader = self._find(chunk.link, chunk.transfer_id)
         if reader is None or reader.queued is not chunk:
             return False
@@ -382,8 +425,8 @@ class Producer(Generic[LinkT]):
     def end_copy(
         self, chunk: SendChunk[LinkT], now: float, seconds: float, sent_bytes: int
     ) -> list[Action[LinkT]]:
-        """A copy has ended: its blocks may be overwritten or released. It failed if no bytes were
-        sent."""
+        """Record the end of a copy: its blocks may be overwritten or released. The copy failed if
+        `sent_bytes` is 0."""
         transfer = self._transfers.get(chunk.transfer_id)
         reader = None if transfer is None else transfer.reader(chunk.link)
         if transfer is None or reader is None or reader.copying is not chunk:
@@ -407,7 +450,7 @@ class Producer(Generic[LinkT]):
     # -- from the clock
 
     def tick(self, now: float) -> list[Action[LinkT]]:
-        """End leases and early subscriptions; send heartbeats."""
+        """Expire leases and early subscriptions; send heartbeats."""
         actions: list[Action[LinkT]] = []
         for transfer_id, early in list(self._early.items()):
             if now >= early[0].expires_at:
@@ -429,7 +472,7 @@ class Producer(Generic[LinkT]):
 
     def _find(
         self, link: LinkT, transfer_id: str
-    ) -> tuple[Transfer[LinkT] | None, Reader[LinkT] | None]:
+    ) -> tuple[SendTransfer[LinkT] | None, Reader[LinkT] | None]:
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.is_closed:
             return None, None
@@ -439,8 +482,8 @@ class Producer(Generic[LinkT]):
         self.refused_subscriptions += 1
         return [Send(link, Fail(transfer_id, reason))]
 
-    def _check(self, transfer: Transfer[LinkT], subscription: Subscribe) -> None:
-        """Raises KvTransferError."""
+    def _check(self, transfer: SendTransfer[LinkT], subscription: Subscribe) -> None:
+        """Raise KvTransferError if the subscription does not fit the transfer."""
         if not subscription.num_blocks or not subscription.num_tokens:
             raise KvTransferError("no blocks were subscribed")
         for g in subscription.groups:
@@ -458,22 +501,22 @@ class Producer(Generic[LinkT]):
                 f"{subscription.readers} readers subscribed, expected {transfer.num_readers}"
             )
 
-    def _is_other(self, transfer: Transfer[LinkT], subscription: Subscribe) -> bool:
-        """Return whether the tokens that were computed are not those that were subscribed. More do
-        no harm where every block stays as it is."""
+    def _is_other(self, transfer: SendTransfer[LinkT], subscription: Subscribe) -> bool:
+        """Return True if the number of computed tokens does not match the subscription. More tokens
+        than subscribed are fine if every block is final once it is full."""
         computed, wanted = transfer.ready_tokens, subscription.num_tokens
         is_streamed = all(shard.group.is_streamed for shard in self._plan.shards)
         return computed < wanted or (computed > wanted and not is_streamed)
 
     def _next_chunk(
-        self, transfer: Transfer[LinkT], reader: Reader[LinkT]
+        self, transfer: SendTransfer[LinkT], reader: Reader[LinkT]
     ) -> SendChunk[LinkT] | None:
-        """Hand out the next blocks of one group that stay as they are, if there are any."""
+        """Return the next chunk of final blocks of one group, or None if there are none."""
         subscription, first = reader.subscription, reader.next_block
         place, done = subscription.locate(first)
         blocks, part = subscription.groups[place], reader.parts[place]
         group = self._plan.shards[part.group].group
-        # A partial last block is sent once the last token is in it.
+        # A partial last block is final only when the subscribed tokens are all computed.
         ready = len(blocks.block_ids)
         if transfer.ended_at is None and not group.is_streamed:
             return None
@@ -487,8 +530,8 @@ class Producer(Generic[LinkT]):
         reader.next_block += end - done
         return SendChunk(reader.link, transfer.transfer_id, first, block_ids, part)
 
-    def _pump(self, transfer: Transfer[LinkT], now: float) -> list[Action[LinkT]]:
-        """Hand out the next chunk of each reader, and Done behind its last one."""
+    def _pump(self, transfer: SendTransfer[LinkT], now: float) -> list[Action[LinkT]]:
+        """Return the next chunk of each reader, and TransferDone after its last chunk."""
         actions: list[Action[LinkT]] = []
         for reader in [] if transfer.is_closed else transfer.readers:
             subscription = reader.subscription
@@ -510,7 +553,7 @@ class Producer(Generic[LinkT]):
                 if len(digests) < DIGEST_BYTES * total:
                     continue
                 reader.is_done = True
-                done = Done(
+                done = TransferDone(
                     transfer.transfer_id,
                     list(transfer.token_ids),
                     digests,
@@ -521,9 +564,9 @@ class Producer(Generic[LinkT]):
         return actions
 
     def _close(
-        self, transfer: Transfer[LinkT], reason: str, *, but: LinkT | None = None
+        self, transfer: SendTransfer[LinkT], reason: str, *, but: LinkT | None = None
     ) -> list[Action[LinkT]]:
-        """End the transfer and tell every reader, except at `but`."""
+        """End the transfer and send Fail to every reader, except on link `but`."""
         actions: list[Action[LinkT]] = []
         if not transfer.is_closed:
             actions += [
@@ -536,8 +579,8 @@ class Producer(Generic[LinkT]):
             transfer.readers = [reader for reader in transfer.readers if reader.copying]
         return actions + self._drop(transfer)
 
-    def _drop(self, transfer: Transfer[LinkT]) -> list[Action[LinkT]]:
-        """Forget a closed transfer when the engine's request has ended and no copy runs."""
+    def _drop(self, transfer: SendTransfer[LinkT]) -> list[Action[LinkT]]:
+        """Delete a closed transfer if the engine's request has ended and no copy runs."""
         if transfer.ended_at is None or transfer.readers:
             return []
         del self._transfers[transfer.transfer_id]
@@ -546,10 +589,15 @@ class Producer(Generic[LinkT]):
     def _forget(
         self, transfer_id: str, reason: str, *, but: LinkT | None = None
     ) -> list[Action[LinkT]]:
-        """Refuse early subscriptions, and any that follow."""
+        """Refuse early and later subscriptions to this transfer."""
         self._bury(transfer_id, reason)
-        early = self._early.pop(transfer_id, [])
+        early = self._take_early(transfer_id)
         return [Send(r.link, Fail(transfer_id, reason)) for r in early if r.link is not but]
+
+    def _take_early(self, transfer_id: str) -> list[Reader[LinkT]]:
+        early = self._early.pop(transfer_id, [])
+        self._early_items -= sum(reader.subscription.num_items for reader in early)
+        return early
 
     def _bury(self, transfer_id: str, reason: str) -> None:
         self._tombstones[transfer_id] = reason
@@ -557,8 +605,8 @@ class Producer(Generic[LinkT]):
             self._tombstones.popitem(last=False)
 
 
-def _digests_of(transfer: Transfer[LinkT], reader: Reader[LinkT]) -> bytes:
-    """Return the digests of the reader's blocks, as far as they are made."""
+def _digests_of(transfer: SendTransfer[LinkT], reader: Reader[LinkT]) -> bytes:
+    """Return the digests of the reader's blocks that are computed so far."""
     digests = b""
     for part, blocks in zip(reader.parts, reader.subscription.groups, strict=True):
         made = transfer.digests.get(part)

@@ -15,30 +15,32 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kv_transfer.settings import KvSettings
-    from kv_transfer.transport.base import LocalKv, Transport
+    from kv_transfer.protocol.transport import LocalKv, Transport
+    from kv_transfer.settings import ConnectorConfig
 
 
-def _nccl(settings: KvSettings) -> Transport:
-    from kv_transfer.device.gpu import current_gpu
-    from kv_transfer.transport import nccl, nccl_binding
+def _nccl(settings: ConnectorConfig) -> Transport:
+    from kv_transfer.transport.nccl import binding
+    from kv_transfer.transport.nccl.limits import limits_from
+    from kv_transfer.transport.nccl.staging import current_gpu
+    from kv_transfer.transport.nccl.transport import NcclTransport
 
     gpu = current_gpu()
-    limits = nccl.limits_from(settings)
-    return nccl.NcclTransport(nccl_binding.load(), gpu, limits)
+    return NcclTransport(binding.load(), gpu, limits_from(settings))
 
 
-def _cuda_ipc(settings: KvSettings) -> Transport:
-    from kv_transfer.device.gpu import current_gpu
+def _cuda_ipc(settings: ConnectorConfig) -> Transport:
+    from kv_transfer.cache import cuda_runtime
     from kv_transfer.transport.cuda_ipc import CudaIpcTransport
+    from kv_transfer.transport.nccl.staging import current_gpu
 
     current_gpu()  # raises if there is none
-    return CudaIpcTransport()
+    return CudaIpcTransport(cuda_runtime.load())
 
 
 logger = logging.getLogger(__name__)
 
-_MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
+_MAKERS: dict[str, Callable[[ConnectorConfig], Transport]] = {
     "shm": MappedTransport,
     "tcp": lambda settings: TcpTransport(),
     "cuda_ipc": _cuda_ipc,
@@ -46,12 +48,12 @@ _MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
 }
 
 
-def make(settings: KvSettings, *, on_gpu: bool = False) -> list[Transport]:
-    """Return the transports that the settings name, in their order; the caller closes them.
+def make(settings: ConnectorConfig, *, on_gpu: bool = False) -> list[Transport]:
+    """Return the transports named in the settings, in order; the caller closes them.
 
-    AUTO takes all that this machine can use for a KV cache in GPU or host memory. Raises
-    ConfigError with the reason if a named transport, or every one of AUTO, cannot be used, or
-    `shared_dir` does not exist.
+    AUTO selects every transport that works on this machine for a KV cache in GPU or host memory.
+    Raises ConfigError with the reason if a named transport cannot be used, if AUTO finds none, or
+    if `shared_dir` does not exist.
     """
     if settings.shared_dir and not Path(settings.shared_dir).is_dir():
         reason = f"kv.shared_dir: {settings.shared_dir} is not a directory"
@@ -61,9 +63,8 @@ def make(settings: KvSettings, *, on_gpu: bool = False) -> list[Transport]:
     made: list[Transport] = []
     try:
         for name in settings.transports:
-            if name not in _MAKERS:
-                raise _refuse(f"{name!r} is none of {', '.join(_MAKERS)}")
-            made.append(_make(name, settings))
+            # No list.extend: if one fails, those before it are closed.
+            made.append(_make(name, settings))  # noqa: PERF401
     except BaseException:
         for transport in made:
             transport.close()
@@ -71,7 +72,7 @@ def make(settings: KvSettings, *, on_gpu: bool = False) -> list[Transport]:
     return made
 
 
-def _whichever(names: Iterable[str], settings: KvSettings) -> list[Transport]:
+def _whichever(names: Iterable[str], settings: ConnectorConfig) -> list[Transport]:
     made: list[Transport] = []
     refusals = []
     for name in names:
@@ -85,7 +86,7 @@ def _whichever(names: Iterable[str], settings: KvSettings) -> list[Transport]:
     return made
 
 
-def _make(name: str, settings: KvSettings) -> Transport:
+def _make(name: str, settings: ConnectorConfig) -> Transport:
     try:
         return _MAKERS[name](settings)
     except (KvTransferError, ValueError) as error:

@@ -1,9 +1,9 @@
 """KV between GPUs of one host: the consumer maps the producer's cache and copies by itself.
 
-The protocol is that of mapped.py; the memory is shared by CUDA IPC handles, as torch makes them.
-The consumer's GPU reads the producer's over NVLink or PCIe. A GPU that cannot reach the other's
-memory, or a process that does not see that GPU, fails to open the handle, and the next transport is
-used; so is it if the cache cannot be shared (memory from cuMemCreate, MIG).
+The protocol is that of mapped.py; CUDA's IPC handles share the memory. The consumer's GPU
+reads the producer's memory over NVLink or PCIe. If a process cannot open the handle, because its
+GPU cannot reach the other GPU or the process does not see it, the next transport is used. The same
+applies if the cache cannot be shared (memory from cuMemCreate, MIG).
 
 Not run on a GPU yet.
 """
@@ -16,37 +16,60 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kv_transfer.device.region import DeviceRegion
-from kv_transfer.transport.base import Transport, TransportUnavailable
+from kv_transfer.cache.cuda_runtime import HANDLE_BYTES, CudaRuntime
+from kv_transfer.cache.gpu_memory import DeviceRegion
+from kv_transfer.errors import KvTransferError
+from kv_transfer.protocol.transport import Transport, TransportUnavailable
 from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_transfer.memory import KvRegion
+    from kv_transfer.cache.host_memory import KvRegion
     from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
-    from kv_transfer.transport.base import LocalKv
+    from kv_transfer.protocol.transport import LocalKv
 
 logger = logging.getLogger(__name__)
 
 
 class PeerGpuMemory:
-    """Another worker's KV cache, mapped. Unmapped with the last reference to its tensors."""
+    """Another worker's KV cache, mapped until `close`."""
 
-    def __init__(self, regions: Sequence[KvRegion]) -> None:
-        self.regions = regions
+    def __init__(self, cuda: CudaRuntime) -> None:
+        self.regions: Sequence[KvRegion] = ()
+        self._cuda = cuda
+        self._mapped: list[int] = []
+
+    def map(self, each: Sequence[Any], device: torch.device) -> torch.UntypedStorage:
+        """Map an item of an offer's `handles`. Raises ValueError, KvTransferError."""
+        handle, offset, size = each
+        is_handle = isinstance(handle, bytes) and len(handle) == HANDLE_BYTES
+        if not is_handle or type(offset) is not int or type(size) is not int:
+            raise ValueError("not a handle, an offset and a size")
+        if offset < 0 or size < 1:
+            raise ValueError(f"{size} bytes from {offset}")
+        address = self._cuda.open(handle)
+        self._mapped.append(address)
+        made: Any = torch._C._construct_storage_from_data_pointer(address + offset, device, size)
+        return made  # type: ignore[no-any-return]
 
     def close(self) -> None:
         self.regions = ()
+        while self._mapped:
+            try:
+                self._cuda.close(self._mapped.pop())
+            except KvTransferError as error:  # a GPU that is lost, whose engine ends too
+                logger.warning("cannot unmap a peer's KV cache: %s", error)
 
 
 class CudaIpcTransport(Transport):
-    """Works between GPUs of one host that reach each other's memory."""
+    """Transport between GPUs of one host that can read each other's memory."""
 
     name = "cuda_ipc"
 
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
+    def __init__(self, cuda: CudaRuntime) -> None:
+        self._cuda = cuda
+        self._handles: list[tuple[bytes, int, int]] = []
         self._lock = threading.Lock()
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
@@ -54,14 +77,13 @@ class CudaIpcTransport(Transport):
         if not regions:
             return None
         views = [view for region in regions for view in region.views]
-        storages = {view.untyped_storage().data_ptr(): view for view in views}
+        storages = {x.data_ptr(): x.nbytes() for x in (view.untyped_storage() for view in views)}
         order = list(storages)
         with self._lock:
-            if not self._handles:  # torch keeps an event and a wrapper for each export
+            if not self._handles:
                 try:
-                    with regions[0].side_stream():
-                        self._handles = [_export(view) for view in storages.values()]
-                except RuntimeError as error:
+                    self._handles = [self._export(*each) for each in storages.items()]
+                except KvTransferError as error:
                     logger.warning("cuda_ipc is not offered: %s", error)
                     return None
         return {
@@ -87,29 +109,37 @@ class CudaIpcTransport(Transport):
         if not own:
             raise TransportUnavailable("the KV cache is not in GPU memory")
         device = own[0].views[0].device
+        peer = PeerGpuMemory(self._cuda)
         try:
-            # On the engine's stream, torch would have the engine wait for the producer's.
-            with own[0].side_stream():
-                storages = [_open(handle, device) for handle in offer["handles"]]
-            regions = [
+            storages = [peer.map(each, device) for each in offer["handles"]]
+            peer.regions = regions = [
                 _mapped(group, storages, region.views[0].dtype)
                 for group, region in zip(offer["groups"], own, strict=True)
             ]
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            shapes = [[(len(x.views), x.split) for x in side] for side in (regions, own)]
+            if shapes[0] != shapes[1]:
+                raise ValueError("the two KV caches differ in layers or blocks")
+        except (LookupError, TypeError, ValueError, RuntimeError, KvTransferError) as error:
+            peer.close()
             raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error
-        shapes = [[(len(each.views), each.split) for each in side] for side in (regions, own)]
-        if shapes[0] != shapes[1]:
-            raise TransportUnavailable("the two KV caches differ in layers or blocks")
-        return MappedConsumer(local, PeerGpuMemory(regions), self.name), {}
+        return MappedConsumer(local, peer, self.name), {}
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         return MappedProducer(link, self.name)
+
+    def _export(self, address: int, size: int) -> tuple[bytes, int, int]:
+        """Return the handle of torch's allocation that contains these bytes, and where they are in
+        it. Raises KvTransferError."""
+        for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+            if 0 <= (offset := address - segment["address"]) < segment["total_size"]:
+                return self._cuda.export(segment["address"]), offset, size
+        raise KvTransferError("torch did not allocate the KV cache")
 
 
 def _mapped(
     group: dict[str, Any], storages: list[torch.UntypedStorage], dtype: torch.dtype
 ) -> DeviceRegion:
-    """Return a group of the producer's cache, as its offer describes it."""
+    """Return the region of a group of the producer's cache from its offer."""
     shape, stride = tuple(group["shape"]), tuple(group["stride"])
     views = [
         torch.empty(0, dtype=dtype, device=storages[index].device).set_(
@@ -118,15 +148,3 @@ def _mapped(
         for index, offset in group["views"]
     ]
     return DeviceRegion(views, int(group["split"]))
-
-
-def _export(view: torch.Tensor) -> list[Any]:
-    """Return torch's handle of the allocation in which the view lies. The first item is the number
-    of the GPU in this process, which means nothing in another."""
-    shared: Any = view.untyped_storage()
-    return list(shared._share_cuda_())[1:]
-
-
-def _open(handle: list[Any], device: torch.device) -> torch.UntypedStorage:
-    """Map another process's allocation into the address space of our GPU."""
-    return torch.UntypedStorage._new_shared_cuda(device.index, *handle)

@@ -1,10 +1,10 @@
-"""Descriptors of shared memory, handed from process to process, also between containers.
+"""Descriptors of shared memory, sent between processes, also across containers.
 
-A path below /proc leads to another process's memory only within one PID namespace. A Unix socket in
+A path below /proc reaches another process's memory only within one PID namespace. A Unix socket in
 a directory that both containers mount has no such limit: the producer sends its descriptor over it
-(SCM_RIGHTS). The socket lies in a directory that only this user may enter. Whoever connects must
-send the key that the producer's offer named, which under TLS only workers learn, and the proof of
-the worker token if there is one (protocol/auth.py).
+(SCM_RIGHTS). The socket is in a directory that only this user may enter. A client must send the key
+from the producer's offer, which under TLS only workers learn, and the proof of the worker token if
+one is configured (protocol/auth.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kv_transfer.protocol.auth import LinkAuth
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kv_transfer.settings import KvSettings
+    from kv_transfer.settings import ConnectorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ _GRANTED = b"\1"
 
 
 class Descriptors:
-    """Where the workers of this user and host find one another's memory. `share` starts the server;
-    `close` ends it. Raises KvTransferError if the directory cannot be used."""
+    """Exchange of memory descriptors between the workers of this user on this host. `share` starts
+    the server; `close` stops it. Raises KvTransferError if the directory cannot be used."""
 
-    def __init__(self, settings: KvSettings) -> None:
+    def __init__(self, settings: ConnectorConfig) -> None:
         self.directory = _private_directory(settings.shared_dir)
         self.name = f"{secrets.token_hex(8)}.sock"
         self.key = secrets.token_bytes(16)
@@ -53,7 +53,7 @@ class Descriptors:
         self._thread: threading.Thread | None = None
 
     def share(self, path: str) -> None:
-        """Hand out descriptors of the memory at `path`, only to be read. Idempotent."""
+        """Serve read-only descriptors of the memory at `path`. Idempotent."""
         with self._lock:
             if self._listener is not None:
                 return
@@ -64,7 +64,7 @@ class Descriptors:
                 with _short(hidden) as address:
                     listener.bind(address)
                 listener.listen(128)
-                # A socket that has its name listens, so that none is taken for unused.
+                # Rename it after `listen`: `_remove_unused` deletes sockets that do not listen.
                 hidden.rename(self.directory / self.name)
                 self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
@@ -77,7 +77,7 @@ class Descriptors:
             self._thread.start()
 
     def fetch(self, name: str, key: bytes) -> int:
-        """Return the descriptor that a producer shares; the caller closes it. Raises OSError, and
+        """Return the descriptor shared by a producer; the caller closes it. Raises OSError, and
         KvTransferError if the producer refuses."""
         if not _NAME.fullmatch(name):
             raise KvTransferError(f"{name!r} is not the name of a socket")
@@ -113,18 +113,18 @@ class Descriptors:
                     request = sock.recv(_MAX_REQUEST)
                     if hmac.compare_digest(request, wanted):
                         socket.send_fds(sock, [_GRANTED], [self._fd])
-                    elif request:  # an empty one only looks whether we listen
+                    elif request:  # an empty request only checks that we listen
                         logger.warning("refused a process that asked for the KV cache's memory")
                 except OSError as error:
                     logger.info("a process that asked for the KV cache's memory left: %s", error)
 
     def close(self) -> None:
-        """Idempotent. Memory that was handed out stays mapped."""
+        """Stop the server. Peers keep the memory mapped. Idempotent."""
         with self._lock:
             if self._listener is None:
                 return
             (self.directory / self.name).unlink(missing_ok=True)
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, which close does not
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`; `close` would not
             if self._thread is not None:
                 self._thread.join()
             self._listener.close()
@@ -133,7 +133,7 @@ class Descriptors:
 
 
 def _private_directory(shared: str) -> Path:
-    """Return this user's directory below `shared`, or below that for temporary files."""
+    """Return this user's directory below `shared`, or below the directory for temporary files."""
     path = Path(shared or tempfile.gettempdir()) / f"pdserve-kv-{os.geteuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -148,7 +148,7 @@ def _private_directory(shared: str) -> Path:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Yield a name of the socket at `path` that fits unix(7), which takes 107 bytes."""
+    """Yield a name of the socket at `path` within the 107 bytes that unix(7) allows."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -167,5 +167,5 @@ def _remove_unused(directory: Path) -> None:
             except ConnectionRefusedError:
                 with contextlib.suppress(OSError):
                     path.unlink()
-            except OSError:  # it has much to do, or is gone
+            except OSError:  # it is busy, or another process has removed it
                 continue

@@ -1,8 +1,7 @@
 """KV between processes of one host: the consumer maps the producer's cache and copies by itself.
 
-Nothing is written into another process's memory. The producer may take its blocks back while the
-consumer copies them; then it announces them again, or ends the transfer, or the digests do not
-match.
+No process writes into another's memory. The producer may reuse its blocks while the consumer copies
+them. It then announces the blocks again or ends the transfer; otherwise the digests do not match.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
+from kv_transfer.cache.geometry import KvGeometry
+from kv_transfer.cache.host_memory import PeerMemory
 from kv_transfer.errors import KvTransferError, ProtocolError
-from kv_transfer.layout import KvGeometry
-from kv_transfer.memory import PeerMemory
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
-from kv_transfer.transport.base import Transport, TransportUnavailable, source_of, target_of
+from kv_transfer.protocol.transport import Transport, TransportUnavailable, source_of, target_of
 from kv_transfer.transport.descriptors import Descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_transfer.layout import PagePart
-    from kv_transfer.memory import KvRegion
+    from kv_transfer.cache.geometry import PagePart
+    from kv_transfer.cache.host_memory import KvRegion
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
-    from kv_transfer.settings import KvSettings
-    from kv_transfer.transport.base import LocalKv
+    from kv_transfer.protocol.transport import LocalKv
+    from kv_transfer.settings import ConnectorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class MappedProducer(ProducerChannel):
 
 
 class PeerCache(Protocol):
-    """A producer's cache, mapped into this process until `close`."""
+    """A producer's KV cache, mapped into this process until `close`."""
 
     regions: Sequence[KvRegion]
 
@@ -75,11 +74,11 @@ class MappedConsumer(ConsumerChannel):
 
 
 class MappedTransport(Transport):
-    """Works between processes of one user on one host, also in different containers."""
+    """Transport between processes of one user on one host, also in different containers."""
 
     name = "shm"
 
-    def __init__(self, settings: KvSettings) -> None:
+    def __init__(self, settings: ConnectorConfig) -> None:
         self._descriptors = Descriptors(settings)
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
@@ -107,7 +106,10 @@ class MappedTransport(Transport):
             layers = [geometry.num_layers for geometry in found]
             if layers != [region.geometry.num_layers for region in local.regions]:
                 raise ValueError(f"groups of {layers} layers")
-            fd = self._descriptors.fetch(str(offer["socket"]), bytes(offer["key"]))
+            key = offer["key"]
+            if not isinstance(key, bytes):  # bytes(n) of a number would allocate n bytes
+                raise TypeError("the key is not bytes")
+            fd = self._descriptors.fetch(str(offer["socket"]), key)
             try:
                 peer = PeerMemory(fd, int(offer["size"]), found)
             finally:

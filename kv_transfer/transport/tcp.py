@@ -1,5 +1,5 @@
-"""KV on the link's own TCP connection. Pages go to the socket and come from it without a copy in
-user space."""
+"""KV on the link's own TCP connection. Pages are sent and received without a copy in user
+space."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.protocol.messages import encode
-from kv_transfer.transport.base import Transport, source_of, target_of
+from kv_transfer.protocol.transport import Transport, source_of, target_of
 
 if TYPE_CHECKING:
-    from kv_transfer.layout import PagePart
+    from kv_transfer.cache.geometry import PagePart
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
-    from kv_transfer.transport.base import LocalKv
+    from kv_transfer.protocol.transport import LocalKv
 
 _DISCARD_BYTES = 1 << 20
 
@@ -52,7 +52,7 @@ class TcpConsumer(ConsumerChannel):
 
 
 class TcpTransport(Transport):
-    """Works between any two hosts."""
+    """Transport between any two hosts."""
 
     name = "tcp"
 

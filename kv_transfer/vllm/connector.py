@@ -22,13 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kv_transfer import transport
-from kv_transfer.layout import compatibility
-from kv_transfer.memory import SharedMemory
-from kv_transfer.settings import from_extra_config
-from kv_transfer.snapshot import take
-from kv_transfer.transport.base import LocalKv
+from kv_transfer.cache.geometry import compatibility
+from kv_transfer.cache.host_memory import SharedMemory
+from kv_transfer.protocol.peers import Peers
+from kv_transfer.protocol.snapshot import take
+from kv_transfer.protocol.transport import LocalKv
+from kv_transfer.settings import read_extra_config
 from kv_transfer.vllm.continuation import patch_runner_v1
-from kv_transfer.vllm.layout import (
+from kv_transfer.vllm.kv_layout import (
     allocate_in,
     check_model,
     describe,
@@ -37,29 +38,28 @@ from kv_transfer.vllm.layout import (
     plan_of,
     regions_of,
 )
-from kv_transfer.vllm.scheduler import SchedulerHalf
+from kv_transfer.vllm.scheduler_half import SchedulerHalf
 from kv_transfer.vllm.step import Arrival, PdHandshake, StepMetadata, WorkerOutput
-from kv_transfer.vllm.worker import WorkerHalf
+from kv_transfer.vllm.worker_half import WorkerHalf
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kv_transfer.snapshot import KvSnapshot
-    from kv_transfer.transport.base import Transport
+    from kv_transfer.protocol.snapshot import KvSnapshot
+    from kv_transfer.protocol.transport import Transport
     from pdserve.types import ErrorInfo, KvLedger
 
-# Some attention kernels take larger blocks as several smaller ones, which vLLM does not do where
-# other layers lie between a layer's blocks.
+# Some attention kernels need larger blocks split into smaller ones. vLLM cannot split them if other
+# layers lie between a layer's blocks.
 _MAX_UNSPLIT = 64
 
 
@@ -93,35 +93,32 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._num_blocks = kv_cache_config.num_blocks
         self._shared: SharedMemory | None = None
         self._handshake: PdHandshake | None = None
-        self._on_layer: Callable[[], None] = lambda: None
+        # Layers computed so far. Written by the thread that runs the model, read by any.
+        self.layers_done = 0
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 [each.group for each in self._groups], self._kv_transfer_config.engine_id
             )
         else:
-            self._worker = self._make_worker()
-
-    def _make_worker(self) -> WorkerHalf:
-        transfer_config = self._kv_transfer_config
-        settings = from_extra_config(transfer_config.kv_connector_extra_config)
-        on_gpu = self._config.device_config.device_type != "cpu"
-        self._transports = transport.make(settings, on_gpu=on_gpu)
-        if any(each.name == "shm" for each in self._transports):
-            self._shared = SharedMemory("pdserve-kv")
-        # The ranks on other nodes have the name of the first one's engine.
-        instance_id = get_world_group().broadcast_object(transfer_config.engine_id)
-        worker = WorkerHalf(
-            settings, instance_id, self._transports, has_draft_kv=has_draft_kv(self._config)
-        )
-        patch_runner_v1(worker.resumed)
-        return worker
+            self._settings = read_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+            on_gpu = vllm_config.device_config.device_type != "cpu"
+            self._transports = transport.make(self._settings, on_gpu=on_gpu)
+            if any(each.name == "shm" for each in self._transports):
+                self._shared = SharedMemory("pdserve-kv")
+            # The ranks on other nodes have the name of the first one's engine.
+            self._instance_id: str = get_world_group().broadcast_object(
+                self._kv_transfer_config.engine_id
+            )
+            # Only runner V1 reads these, in the step that brought them.
+            self._resumed: dict[str, list[int]] = {}
+            patch_runner_v1(self._resumed)
 
     def _scheduler_half(self) -> SchedulerHalf:
         assert self._scheduler is not None, "called on the worker's half"
         return self._scheduler
 
     def _worker_half(self) -> WorkerHalf:
-        assert self._worker is not None, "called on the scheduler's half"
+        assert self._worker is not None, "called before the KV cache was registered"
         return self._worker
 
     # -- for the worker process that hosts the engine
@@ -141,15 +138,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def export(self, request: Request, transfer_id: str) -> bool:
         return self._scheduler_half().export(request, transfer_id)
 
-    def wake_with(self, wake: Callable[[], None]) -> bool:
-        """Set what is called when the next step may find that a transfer ended. Return True."""
-        self._worker_half().peers.wake = wake
-        return True
-
-    def tick_with(self, on_layer: Callable[[], None]) -> bool:
-        """Call `on_layer` after each layer of a step, on the thread that runs the model."""
-        self._on_layer = on_layer
-        return True
+    @property
+    def wakeup(self) -> int:
+        """A descriptor that is readable while the next step would find that a transfer ended."""
+        return self._worker_half().driver.wakeup.fileno()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -160,12 +152,19 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """On a GPU, ask for blocks that are one run of bytes over all layers: NCCL sends them
-        without staging. vLLM takes its own choice if the attention backend has not this layout, or
-        the user has set VLLM_KV_CACHE_LAYOUT."""
+        """On a GPU, request blocks that are contiguous over all layers: NCCL sends them without
+        staging. vLLM uses another layout if the attention backend lacks this one, or if the user
+        has set VLLM_KV_CACHE_LAYOUT."""
         size = vllm_config.cache_config.block_size or 0
-        is_cpu = vllm_config.device_config.device_type == "cpu"
-        return None if is_cpu or not 0 < size <= _MAX_UNSPLIT else str(KVCacheLayout.BLHNC.name)
+        if vllm_config.device_config.device_type == "cpu" or not 0 < size <= _MAX_UNSPLIT:
+            return None
+        # With several ranks, vLLM asks before it knows the larger blocks of a hybrid model.
+        return None if vllm_config.model_config.is_hybrid else str(KVCacheLayout.BLHNC.name)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return False: peers may map the KV cache, which sleep would free. Since vLLM 0.33."""
+        return False
 
     # -- worker half
 
@@ -176,7 +175,6 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._shared is None else allocate_in(self._shared)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        worker = self._worker_half()
         regions = regions_of(self._groups, kv_caches, self._num_blocks)
         plan = plan_of(self._config, self._groups, kv_caches, regions)
         layout = describe(self._config, self._groups, kv_caches, plan)
@@ -184,23 +182,32 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         shared = self._shared if self._shared is not None and self._shared.size else None
         local = LocalKv(regions, shared)
         transport.check(self._transports, local)
-        worker.register(local, key, plan)
-        names = tuple(each.name for each in self._transports)
-        self._handshake = PdHandshake(worker.peers.address, key, layout, names)
+        peers = Peers(
+            self._settings,
+            self._instance_id,
+            self._transports,
+            local=local,
+            compatibility=key,
+            plan=plan,
+        )
+        self._worker = WorkerHalf(peers, plan, has_draft_kv=has_draft_kv(self._config))
+        self._handshake = PdHandshake(peers.address, key, layout, tuple(peers.transports))
 
     def get_handshake_metadata(self) -> PdHandshake | None:
         return self._handshake
 
     def handshake(self) -> PdHandshake:
-        """Return what this worker registers with."""
+        """Return the data for this worker's registration."""
         assert self._handshake is not None, "called before the KV cache was registered"
         return self._handshake
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        self._resumed.clear()  # entries left over are stale
+        self._resumed.update(kv_connector_metadata.resumed)
         self._worker_half().before_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: before_step has asked for the loads, which run beside the step."""
+        """Nothing: `before_step` has started the loads, which run during the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request is scheduled only when its load has ended."""
@@ -208,7 +215,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._on_layer()
+        self.layers_done += 1
 
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
@@ -262,14 +269,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half().worker_output(connector_output)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, PdHandshake]) -> None:
-        """Note the ranks' addresses, for the answers that tell a consumer where its KV is."""
+        """Note the ranks' addresses, which consumers get in answers."""
         self._scheduler_half().addresses = tuple(
             metadata[rank].address for rank in sorted(metadata)
         )
 
 
 def first_of(connector: Any) -> Any:
-    """Return the connector that hands over. It stands before the tiers', if there are any."""
+    """Return pdserve's own connector. With KV tiers it is the first of two."""
     return getattr(connector, "sub_connectors", [connector])[0]
 
 
@@ -286,12 +293,12 @@ def snapshot_in(_worker: Any) -> KvSnapshot:
 
 
 def handshake_in(_worker: Any) -> PdHandshake:
-    """For `Executor.collective_rpc`: return what the process that runs this registers with."""
+    """For `Executor.collective_rpc`: return the handshake data of the process that runs this."""
     handshake: PdHandshake = first_of(get_kv_transfer_group()).handshake()
     return handshake
 
 
-# vLLM looks at the base classes of what it carries between its processes, and at nothing else.
+# vLLM checks the base classes of objects that it sends between its processes.
 KVConnectorHandshakeMetadata.register(PdHandshake)
 KVConnectorMetadata.register(StepMetadata)
 KVConnectorWorkerMetadata.register(WorkerOutput)

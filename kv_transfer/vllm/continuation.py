@@ -1,4 +1,4 @@
-"""Requests that continue after tokens generated elsewhere. Tried on vLLM 0.32.0 and 0.33.0 (CPU).
+"""Requests that continue after tokens generated elsewhere. Tested with vLLM 0.32.0, 0.33.0 (CPU).
 
 Such a token becomes an *output* token of the request, as if the request had been preempted after
 sampling it. Penalties, seeds, length limits, stop tokens and grammars therefore count it.
@@ -6,6 +6,7 @@ sampling it. Penalties, seeds, length limits, stop tokens and grammars therefore
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+logger = logging.getLogger(__name__)
+
+
 class _Gate(StructuredOutputManager):  # type: ignore[misc]
-    """vLLM's rule for the tokens that a grammar gets: those after the reasoning, if the request has
-    a parser of reasoning. State: none."""
+    """vLLM's rule for the tokens that a grammar must accept: those after the reasoning, if the
+    request has a reasoning parser. Has no state; skips vLLM's constructor, which loads backends."""
 
     def __init__(self) -> None:
         self.enable_in_reasoning = False
@@ -37,15 +41,16 @@ class Continuations:
     """Continued requests in vLLM's scheduler process, by vLLM's internal request id."""
 
     def __init__(self) -> None:
-        # Output tokens of requests whose first step here is still to come.
+        # Output tokens of requests that were not scheduled here yet.
         self._resumed: dict[str, list[int]] = {}
-        self._replay: dict[str, list[int]] = {}  # tokens that a grammar has not accepted yet
+        self._replay: dict[str, list[int]] = {}  # tokens for grammars that are still being compiled
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
-        """Give the request its next tokens. Runner V2 (GPU) reads them from the request; runner V1
-        is told through `take_resumed`."""
+        """Append tokens to the request's output. Runner V2 (GPU) reads them from the request;
+        runner V1 receives them through `take_resumed`."""
         request.append_output_token_ids(list(tokens))
-        # The scheduler asserts that a first prefill computes no more than the prompt.
+        # vLLM's scheduler asserts with these statistics that a first prefill computes no more than
+        # the prompt. This one also computes the appended tokens.
         request.prefill_stats = None
         self._resumed[request.request_id] = [int(t) for t in request.output_token_ids]
         if request.structured_output_request is not None:
@@ -54,7 +59,8 @@ class Continuations:
     def replay_grammar(self, request: Request) -> None:
         """Advance a compiled grammar past the tokens that were generated elsewhere.
 
-        Call it before the request is scheduled, again until its grammar is compiled.
+        Does nothing until the grammar is compiled: call it each time before the request may be
+        scheduled.
         """
         structured = request.structured_output_request
         if structured is None or request.request_id not in self._replay:
@@ -65,7 +71,7 @@ class Continuations:
         _GATE.accept_tokens(request, self._replay.pop(request.request_id))
 
     def take_resumed(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Return the output tokens of requests that this step schedules first, each once."""
+        """Return the output tokens of requests that this step schedules for the first time."""
         scheduled = (data.req_id for data in output.scheduled_new_reqs)
         return {r: self._resumed.pop(r) for r in scheduled if r in self._resumed}
 
@@ -77,14 +83,14 @@ class Continuations:
 class SeededGenerator(torch.Generator):
     """CPU generator whose state follows from its seed and the number of tokens drawn.
 
-    After a partial prefill chunk, runner V1 takes back the random number that it drew too many:
+    After a partial prefill chunk, runner V1 takes back the one random number too many:
     `generator.set_offset(generator.get_offset() - 4)`. A CPU generator has no offset and raises,
-    which ends the engine. The CPU sampler draws one number a sampled token
-    (v1/sample/ops/topk_topp_sampler.py), so the state can be computed again.
+    which ends the engine. The CPU sampler draws one number per sampled token
+    (v1/sample/ops/topk_topp_sampler.py), so the state can be recomputed.
     """
 
     def bind(self, seed: int, tokens: list[int]) -> SeededGenerator:
-        """Follow `tokens`, the request's live list of output tokens."""
+        """Derive the state from `tokens`, the request's live list of output tokens."""
         self._seed = seed
         self._tokens = tokens
         self.set_offset(0)
@@ -112,7 +118,15 @@ class _StateFactory:
         if tokens:
             values["output_token_ids"] = list(tokens)
         generator = values.get("generator")
-        if generator is not None and generator.device.type == "cpu":
+        if generator is not None and generator.device.type != "cpu":
+            if tokens:
+                # How far a token advances a GPU's generator depends on the kernels.
+                logger.warning(
+                    "request %s has a seed and continues here on vLLM's model runner V1: its next"
+                    " tokens may differ from those of one engine",
+                    values["req_id"],
+                )
+        elif generator is not None:
             values["generator"] = SeededGenerator().bind(
                 values["sampling_params"].seed, values["output_token_ids"]
             )
@@ -122,7 +136,7 @@ class _StateFactory:
 def patch_runner_v1(resumed: MutableMapping[str, list[int]] | None = None) -> None:
     """Make vLLM's model runner V1 (CPU) start continued requests with their output tokens.
 
-    `resumed` maps request ids to those tokens; the runner takes them out. Idempotent.
+    `resumed` maps request ids to those tokens; the runner removes each entry it uses. Idempotent.
     """
     from vllm.v1.worker import gpu_model_runner as runner
 

@@ -1,13 +1,13 @@
-"""Example of a proxy that joins two plain `vllm serve` processes with PdConnector.
+"""Example proxy in front of two plain `vllm serve` processes with PdConnector.
 
 docs/kv_transfer.md has the commands and the contract.
 
     python -m kv_transfer.vllm.example_proxy --prefill http://HOST:PORT --decode http://HOST:PORT
 
-Prefill gets the request for one token. Its answer says where the KV is, and decode gets the whole
-request with that. With `--at-once` that is how the proxy learns where prefill's KV is; from then on
-it makes the transfer ids itself and sends to both at the same time, so that blocks travel while
-prefill computes.
+The proxy sends the request to prefill with a limit of one token. The answer names the location of
+the KV, which the proxy sends to decode with the whole request. With `--at-once`, only the first
+request runs so. Afterwards the proxy knows the location, makes the transfer ids itself, and sends
+to both servers at the same time, so that blocks are transferred while prefill computes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 Body = dict[str, Any]
-# What would make prefill say more than one token.
+# Fields that could make prefill generate more than one token, or are invalid without a stream.
 _NOT_FOR_PREFILL = frozenset({"n", "min_tokens", "max_completion_tokens", "stream_options"})
 
 
 class Proxy:
-    """Knows where prefill's KV is, once an answer has named it."""
+    """The handlers of the proxy. State: the location of prefill's KV, from its last answer."""
 
     def __init__(self, prefill: str, decode: str, *, at_once: bool) -> None:
         self._prefill, self._decode, self._at_once = prefill, decode, at_once
@@ -54,7 +54,7 @@ class Proxy:
         try:
             return await self._run_decode(request, {**body, "kv_transfer_params": kv})
         finally:
-            prefill.cancel()  # if it still runs, nobody waits for its KV
+            prefill.cancel()  # if it still runs, its KV is not needed
             await asyncio.gather(prefill, return_exceptions=True)
 
     async def models(self, _: web.Request) -> web.Response:
@@ -62,7 +62,7 @@ class Proxy:
             return web.json_response(await answer.json(), status=answer.status)
 
     async def _run_prefill(self, path: str, body: Body, kv: Body) -> Body | None:
-        """Compute the prompt and one token, which decode will sample again.
+        """Compute the prompt and one token, which decode samples again.
 
         Return the parameters for decode, or None if prefill failed: then decode computes the
         prompt itself.
@@ -78,12 +78,12 @@ class Proxy:
         return found
 
     async def _run_decode(self, request: web.Request, body: Body) -> web.StreamResponse:
-        """Forward decode's answer as it comes."""
+        """Forward decode's answer while it arrives."""
         async with self._client.post(self._decode + request.path, json=body) as answer:
             piece = await answer.content.readany()
             failed = answer.status == 500 or piece.startswith(b'data: {"error"')
             if failed and body["kv_transfer_params"] is not None:
-                self._producer = {}  # its KV did not come: prefill may have restarted
+                self._producer = {}  # the KV did not arrive: prefill may have restarted
                 return await self._run_decode(request, {**body, "kv_transfer_params": None})
             response = web.StreamResponse(status=answer.status)
             response.content_type = answer.content_type

@@ -1,7 +1,7 @@
-"""vLLM's NixlConnector for pdserve's workers. Tried on vLLM 0.32.0 (CPU) with nixl 1.5.1.
+"""vLLM's NixlConnector for pdserve's workers. Tested with vLLM 0.32.0 (CPU) and nixl 1.5.1.
 
-NixlConnector moves the KV: decode pulls it when prefill has ended, at the place that prefill's
-output parameters name. Added here are requests that continue after tokens generated elsewhere, the
+NixlConnector moves the KV: decode pulls it when prefill has ended, from the address in prefill's
+output parameters. This subclass adds requests that continue after tokens generated elsewhere, the
 ledger, transfer reports, and the release of blocks before their lease ends.
 """
 
@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
-from kv_transfer.layout import compatibility
-from kv_transfer.snapshot import KvSnapshot
+from kv_transfer.cache.geometry import compatibility
+from kv_transfer.protocol.snapshot import KvSnapshot
 from kv_transfer.vllm.continuation import Continuations, patch_runner_v1
-from kv_transfer.vllm.layout import describe, groups_of, plan_of, regions_of
+from kv_transfer.vllm.kv_layout import describe, groups_of, plan_of, regions_of
 from kv_transfer.vllm.step import Arrival, PdHandshake
 from pdserve.errors import TransferFailed
 from pdserve.types import ErrorInfo, HandoffStyle, KvLedger, TransferReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -39,15 +37,18 @@ NAME = "nixl"
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """KV on its way to a request. `began_at` is monotonic."""
+    """A KV transfer to a request in progress. `began_at` is monotonic."""
 
     blocks: int
     began_at: float
 
 
 class PdNixlConnector(NixlConnector):
-    """The scheduler half has pulls and leases by vLLM's request id, the worker half the tokens that
-    runner V1 reads (continuation.py)."""
+    """The connector. State of the scheduler half: pulls and leases by vLLM's request id. State of
+    the worker half: the tokens that runner V1 reads (continuation.py)."""
+
+    wakeup: int | None = None  # NIXL has none, so the engine must poll
+    layers_done: int | None = None  # not counted
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -77,7 +78,7 @@ class PdNixlConnector(NixlConnector):
         return list(arrivals.values())
 
     def take_failure(self, request_id: str) -> ErrorInfo | None:
-        """Return why this request's pull failed, once."""
+        """Return the error of this request's failed pull, once; else None."""
         return self._failures.pop(request_id, None)
 
     def holds(self, request_id: str) -> bool:
@@ -99,22 +100,20 @@ class PdNixlConnector(NixlConnector):
             transfers=len(self._pulls) + len(self._leased),
         )
 
-    def wake_with(self, wake: Callable[[], None]) -> bool:
-        """Return False: NIXL wakes nobody, so the engine must poll."""
-        return False
-
     def snapshot(self) -> KvSnapshot:
-        """Return an empty snapshot: NIXL shows no links, and counts for vLLM's metrics."""
+        """Return an empty snapshot: NIXL exposes no links, and reports counters to vLLM's
+        metrics."""
         return KvSnapshot(time.monotonic())
 
     def handshake(self) -> PdHandshake:
-        """Return what this worker registers with. Only the scheduler half knows the address."""
+        """Return the data for this worker's registration, without the address, which only the
+        scheduler half knows."""
         key = compatibility(self._layout)
         return PdHandshake("", key, self._layout, (NAME,), HandoffStyle.SEQUENTIAL)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Return where other workers ask how to reach this worker's memory."""
+        """Address at which other workers request the handshake of NIXL."""
         half = self.connector_scheduler
         return (f"{half.side_channel_host}:{half.side_channel_port}",)
 
@@ -133,15 +132,15 @@ class PdNixlConnector(NixlConnector):
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         super().handle_preemptions(kv_connector_metadata)
-        # Read in this very step, by runner V1 alone: what is left over is nobody's.
+        # Only runner V1 reads these, in this step. Entries left over are stale: drop them.
         self._resumed.clear()
         self._resumed.update(kv_connector_metadata.resumed)
 
     # -- scheduler half
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        # Upstream starts its listener now, at a port that must be free: one that was free when the
-        # process began need not be.
+        # vLLM starts its listener now, on the configured port. A port that was free when the
+        # process started may be taken by now, so choose a free one here.
         half = self.connector_scheduler
         with socket.create_server((half.side_channel_host, 0)) as server:
             half.side_channel_port = server.getsockname()[1]
@@ -204,7 +203,7 @@ class PdNixlConnector(NixlConnector):
             self._leased.pop(request_id, None)
 
     def _report(self, pull: _Pull) -> TransferReport:
-        # A pull begins when prefill has ended, so nothing of it is hidden.
+        # A pull starts when prefill has ended, so its whole duration is exposed.
         seconds = time.monotonic() - pull.began_at
         size = pull.blocks * self._block_bytes
         return TransferReport(seconds, seconds, size, pull.blocks, NAME)

@@ -1,7 +1,7 @@
-"""`kv_transfer_params`: how a request tells the connector its part in a transfer.
+"""`kv_transfer_params`: a request's role in a transfer, for the connector.
 
-There are two ways to write it. A router that joins the token streams of both sides, as ours does,
-hands the first token over:
+There are two forms. With a router that joins the token streams of both sides, as ours does, the
+first token is handed over:
 
     prefill: {"role": "producer", "transfer_id": str}
     decode:  {"role": "consumer", "transfer_id": str, "producer_addresses": ["host:port", ...],
@@ -9,16 +9,16 @@ hands the first token over:
     either, or neither role: {"resume": [token, ...]}, the tokens generated elsewhere already
     decode, with `resume`:   {"live": true}, if the producer has decoded those tokens
 
-`producer_addresses` are those of the producer's tensor-parallel ranks, in their order.
+`producer_addresses` has one entry per tensor-parallel rank of the producer, in rank order.
 
-Proxies in front of `vllm serve` use vLLM's own names (docs/kv_transfer.md). Then decode samples the
-first token again, so that its answer is whole and prefill's can be dropped:
+Proxies in front of `vllm serve` use vLLM's own names (docs/kv_transfer.md). Decode then samples the
+first token again, so that its answer is complete and prefill's can be dropped:
 
     prefill: {"do_remote_decode": true}, with a "transfer_id" if the proxy makes it
     decode:  {"do_remote_prefill": true, "transfer_id": str, "producer_addresses": [...],
-              "producer_instance_id": str, "prompt_digest": str}, as prefill's answer says
+              "producer_instance_id": str, "prompt_digest": str}, copied from prefill's answer
 
-Keys that are null count as left out.
+A key with the value null counts as absent.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProducerParams:
-    """The request's KV goes to the worker that names `transfer_id`. With `resample` the consumer
-    samples the first token again; then the id may be empty, and the connector makes one."""
+    """Send the request's KV to the worker that presents `transfer_id`. With `resample` the consumer
+    samples the first token again; the id may then be empty, and the connector makes one."""
 
     transfer_id: str
     resample: bool = False
@@ -49,10 +49,10 @@ class ProducerParams:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerParams:
-    """The request's KV, and without `resample` its first token, come from the producer's ranks.
+    """Receive the request's KV, and without `resample` its first token, from the producer's ranks.
 
-    `prompt_digest`, if given, must be that of this request's prompt. With `live` the producer has
-    decoded as far as this request is resumed: KV comes for all tokens but the last, and no token.
+    `prompt_digest`, if given, must match this request's prompt. With `live` the producer has
+    decoded all resumed tokens: it sends KV for all tokens but the last, and no token.
     """
 
     transfer_id: str
@@ -65,7 +65,7 @@ class ConsumerParams:
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """What one request asks of the connector. `part` is None if no KV moves."""
+    """The parsed parameters of one request. `part` is None if no KV is transferred."""
 
     part: ProducerParams | ConsumerParams | None = None
     resume: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ _Token = Annotated[int, Meta(ge=0)]
 
 
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
-    """All keys that any form has."""
+    """The union of the keys of all forms."""
 
     role: Literal["producer", "consumer"] | None = None
     do_remote_decode: bool | None = None
@@ -112,7 +112,7 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
     prompt_digest: _Name | None = None
     live: bool | None = None
     resume: list[_Token] | None = None
-    # vLLM's scheduler writes this into a prefill answer, and its front end reads it for the usage.
+    # Ignored. vLLM's scheduler adds it to a prefill answer, for the usage that its server reports.
     remote_prefill_cached_tokens: Any = None
 
 
@@ -121,16 +121,16 @@ _CONSUMER = {"transfer_id", "producer_addresses", "producer_instance_id"}
 
 
 def parse(params: Mapping[str, Any] | None) -> TransferParams:
-    """Read `kv_transfer_params`. Raises InvalidRequest that names the key."""
+    """Parse `kv_transfer_params`. Raises InvalidRequest that names the key."""
     if params is None:
         return TransferParams()
     if not isinstance(params, dict):
         raise InvalidRequest("kv_transfer_params must be an object", field="kv_transfer_params")
     try:
-        # Proxies also send nulls under names of vLLM's own connectors.
+        # Drop nulls: proxies also send null for keys of vLLM's own connectors.
         given = msgspec.convert({k: v for k, v in params.items() if v is not None}, _Written)
     except msgspec.ValidationError as error:
-        # "Expected `str`, got `int` - at `$.transfer_id`", "... contains unknown field `x`"
+        # msgspec's texts: "Expected `str`, got `int` - at `$.transfer_id`", "... unknown field `x`"
         found = re.search(r"at `(?:key in )?\$\.(\w+)|field `(\w+)`", str(error))
         raise _refuse(found[1] or found[2] if found else "", str(error)) from None
     if given.do_remote_decode is not None or given.do_remote_prefill is not None:

@@ -1,7 +1,7 @@
-"""What the two halves of the connector tell each other. No torch, no vllm.
+"""The messages between the two halves of the connector. No torch, no vllm.
 
 Scheduler half to worker half: `StepMetadata`, with every step. Worker half to scheduler half:
-`WorkerOutput`, when there is something to say. At start: `PdHandshake`, to the worker process.
+`WorkerOutput`, if there is something to report. To the worker process at start: `PdHandshake`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PdHandshake:
-    """Where this worker's KV is reached, and with which workers it can be exchanged."""
+    """This worker's KV address, and the key of the workers that can exchange KV with it."""
 
     address: str
     compatibility: str
@@ -28,7 +28,7 @@ class PdHandshake:
 
 @dataclass(frozen=True, slots=True)
 class ProducerExpected:
-    """A request entered the engine whose KV a consumer will subscribe to."""
+    """A producer request entered the engine: a consumer will subscribe to its KV."""
 
     transfer_id: str
     request_id: str
@@ -36,8 +36,8 @@ class ProducerExpected:
 
 @dataclass(frozen=True, slots=True)
 class ProducerProgress:
-    """After this step, the first `ready_tokens` tokens have their KV where the engine's block
-    `tables` say."""
+    """After this step, the KV of the first `ready_tokens` tokens is in the blocks of the engine's
+    block `tables`."""
 
     transfer_id: str
     tables: list[list[int]]
@@ -46,9 +46,9 @@ class ProducerProgress:
 
 @dataclass(frozen=True, slots=True)
 class ProducerEnded:
-    """A producer request ended. If `held`, its blocks wait to be released.
+    """A producer request ended. If `held`, the engine keeps its blocks until they are released.
 
-    Without `request_id` it is the request that was last expected under the transfer's id.
+    Without `request_id`, the latest request expected under this transfer id is meant.
     """
 
     transfer_id: str
@@ -59,8 +59,9 @@ class ProducerEnded:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerStart:
-    """Blocks are reserved for what the token after the first `num_tokens` needs: for each KV-cache
-    group its first block, counted in the sequence, and the block ids from there on.
+    """Blocks are reserved for the KV that the token after the first `num_tokens` needs. `blocks`
+    has for each KV-cache group the index of the first block in the sequence, and the block ids from
+    there on.
 
     `producer_addresses` are in the order of tensor-parallel ranks.
     """
@@ -75,7 +76,7 @@ class ConsumerStart:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerDeclined:
-    """A consumer request needs nothing from its producer."""
+    """A consumer request needs no KV from its producer."""
 
     transfer_id: str
     producer_addresses: tuple[str, ...]
@@ -84,11 +85,11 @@ class ConsumerDeclined:
 
 @dataclass
 class StepMetadata:
-    """What the worker half needs for one step."""
+    """The scheduler half's data for one step of the worker half."""
 
     expected: list[ProducerExpected] = field(default_factory=list)
     progress: list[ProducerProgress] = field(default_factory=list)
-    # Computed by earlier steps, of requests that end with this one.
+    # KV computed by earlier steps, of requests that end with this step.
     computed: list[ProducerProgress] = field(default_factory=list)
     ended: list[ProducerEnded] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
@@ -96,9 +97,9 @@ class StepMetadata:
     cancels: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     declined: list[ConsumerDeclined] = field(default_factory=list)
-    # By request id, the reason why its load fails before it begins.
+    # Request id -> reason, for loads that fail before they start.
     refused: dict[str, str] = field(default_factory=dict)
-    # By request id, output tokens generated elsewhere, in the step that first schedules it.
+    # Request id -> output tokens generated elsewhere, in the step that first schedules the request.
     resumed: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -110,22 +111,22 @@ class Arrival:
     token_ids: tuple[int, ...]
     report: TransferReport
 
-    def beside(self, other: Arrival) -> Arrival:
-        """Combine the arrivals at two tensor-parallel ranks; both have the same tokens."""
-        return replace(self, report=self.report.beside(other.report))
+    def merged_with(self, other: Arrival) -> Arrival:
+        """Merge with the arrival at another tensor-parallel rank, which has the same tokens."""
+        return replace(self, report=self.report.merged_with(other.report))
 
 
 @dataclass
 class WorkerOutput:
-    """What the worker half reports beside finished and failed request ids."""
+    """The worker half's report, in addition to the ids of finished and failed requests."""
 
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     failures: dict[str, ErrorInfo] = field(default_factory=dict)
 
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
-        """Combine the reports of tensor-parallel ranks on one step."""
+        """Merge the reports of two tensor-parallel ranks on one step."""
         for request_id, arrival in other.arrivals.items():
             ours = self.arrivals.get(request_id)
-            self.arrivals[request_id] = arrival if ours is None else ours.beside(arrival)
+            self.arrivals[request_id] = arrival if ours is None else ours.merged_with(arrival)
         self.failures = other.failures | self.failures
         return self

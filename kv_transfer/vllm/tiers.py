@@ -1,9 +1,10 @@
-"""Tiers below the KV cache: host memory, and files (kv_transfer/disk.py). Tried on vLLM 0.32.0.
+"""Tiers below the KV cache: host memory, and files (kv_transfer/tiers/block_files.py). Tested with
+vLLM 0.32.0.
 
-vLLM's OffloadingConnector and TieringOffloadingManager decide what is stored, loaded and evicted;
-here are copies for a KV cache in host memory, a disk tier with digests and a quota, and host memory
-that does not outlive its process. The connector stands behind ours in a MultiConnector: what comes
-from a prefill worker goes first.
+vLLM's OffloadingConnector and TieringOffloadingManager decide which blocks are stored, loaded and
+evicted. This module adds copies for a KV cache in host memory, a disk tier with digests and a
+quota, and host memory that does not outlive its process. A MultiConnector calls our connector first
+and this one second, so KV from a prefill worker has priority.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kv_transfer.disk import BlockFiles
-from kv_transfer.layout import KvGeometry
-from kv_transfer.memory import KvRegion
+from kv_transfer.cache.geometry import KvGeometry
+from kv_transfer.cache.host_memory import KvRegion
+from kv_transfer.tiers.block_files import BlockFiles
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ _NEWEST_LOAD = 0.1  # weight of the newest load in the mean
 class TierConnector(OffloadingConnector):
     """vLLM's connector, for requests whose KV does not come from another worker.
 
-    State of the scheduler's half: `token_s`, the mean time to load a prompt token over the last
-    loads, 0 before the first; and the loads under way, as tokens and start by request."""
+    State of the scheduler half: `token_s`, the mean time to load a prompt token over the last
+    loads, 0 before the first; and for each load in progress its tokens and start time."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -84,12 +85,13 @@ class TierConnector(OffloadingConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return None: the layout is our other connector's choice, or vLLM's."""
+        """Return None, so that our other connector or vLLM selects the layout."""
         return None
 
     def on_new_request(self, request: Request) -> None:
-        """A consumer neither loads nor stores: prefill has done both. Others load no more than
-        half of the host's memory at once: one that needs more would evict its own blocks."""
+        """Set the request's limits. A consumer neither loads nor stores, because its prefill worker
+        has done both. Other requests load at most half of the host tier: a request that needs more
+        would evict its own blocks."""
         super().on_new_request(request)
         state = self.scheduler._req_status[request.request_id]
         params = request.kv_transfer_params or {}
@@ -126,8 +128,8 @@ class TierConnector(OffloadingConnector):
 
 
 def _namespace(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return a key of all that gives the bytes of a block their meaning, beside the tokens and
-    the adapter, which are in its name. Weights are known by the sizes and times of their files."""
+    """Return a key of everything that determines a block's bytes, except the tokens and adapter in
+    its name. Weights are identified by the sizes and times of their files."""
     model, cache, draft = config.model_config, config.cache_config, config.speculative_config
     files = [(path.name, path.stat()) for path in Path(model.model).iterdir() if path.is_file()]
     meaning = (
@@ -145,15 +147,15 @@ def _namespace(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         cache.prefix_caching_hash_algo,
         config.parallel_config.tensor_parallel_size,
         getattr(draft, "model", None),
-        # The CPU's attention packs keys by its instruction set.
+        # The CPU attention kernel packs keys by instruction set.
         (torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported()),
     )
     return hashlib.sha256(json.dumps(meaning, default=str).encode()).hexdigest()[:16]
 
 
 class TierSpec(TieringOffloadingSpec):
-    """What the connector makes its halves from: `get_worker` in the processes that run the model,
-    and then `get_manager` beside the scheduler."""
+    """Factory of the connector's halves. vLLM calls `get_worker` in the processes that run the
+    model, and then `get_manager` in the scheduler's process."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -174,14 +176,14 @@ class TierSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        region._creator = False  # get_manager removes the name
+        region._creator = False  # else `cleanup` removes the name too; get_manager does that
         if kv_caches.tensors[0].tensor.device.type == "cpu":
             return HostWorker(kv_caches, region)
         return CPUOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, region)
 
     def get_manager(self) -> OffloadingManager:
-        """Map the memory that the workers have made, and remove its name: it then ends with the
-        processes, however they end."""
+        """Map the memory that the workers have created and remove its name. The kernel then frees
+        it with the last process, even if all are killed."""
         if self._manager is None:
             path = _SHARED / f"vllm_offload_{self._engine_id}.mmap"
             if not path.exists():
@@ -192,14 +194,14 @@ class TierSpec(TieringOffloadingSpec):
 
 
 def _remove_stale() -> None:
-    """Remove the memory of processes that were killed between its making and `get_manager`."""
+    """Remove the memory of processes that were killed before `get_manager` removed its name."""
     for path in _SHARED.glob("vllm_offload_pdserve-*"):
         if not psutil.pid_exists(int(path.name.split("-")[1])):
             path.unlink(missing_ok=True)
 
 
 class HostWorker(OffloadingWorker):
-    """Copies between a KV cache in host memory and the host tier. A copy is done on return."""
+    """Copies between a KV cache in host memory and the host tier. Copies are synchronous."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
         self._region = region
@@ -208,7 +210,7 @@ class HostWorker(OffloadingWorker):
             (each.tensor, region.create_next_worker_view(each.page_size_bytes))
             for each in kv_caches.tensors
         ]
-        # By KV-cache group: the pages of its layers in the cache and in the tier.
+        # For each KV-cache group: the pages of its layers in the cache and in the tier.
         self._groups = [
             [pairs[i] for i in sorted({ref.tensor_idx for ref in refs})]
             for refs in kv_caches.group_data_refs
@@ -240,7 +242,7 @@ class HostWorker(OffloadingWorker):
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
+        """Do nothing: copies are synchronous."""
 
     def shutdown(self) -> None:
         self._groups = []
@@ -248,8 +250,8 @@ class HostWorker(OffloadingWorker):
 
 
 class DiskTier(SecondaryTierManager):
-    """Files behind the host tier. State: the jobs under way, and blocks that could not be read,
-    which are taken for missing until they are stored again."""
+    """Files below the host tier. State: the jobs in progress, and unreadable blocks, which count as
+    missing until they are stored again."""
 
     medium = Medium.STORAGE
 
@@ -294,7 +296,7 @@ class DiskTier(SecondaryTierManager):
         job: TransferJob,
     ) -> None:
         def run() -> list[bytes]:
-            """Return the keys of the blocks that were copied."""
+            """Copy the blocks and return the keys of those that succeeded."""
             pairs = zip(job.keys, job.chunk_ids, strict=True)
             return [k for k, i in pairs if work(_file_name(k), self._region, int(i)) is not False]
 

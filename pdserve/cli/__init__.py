@@ -9,17 +9,36 @@ import argparse
 import asyncio
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pdserve import __version__
-from pdserve.cli import admin, ask, cluster, config, explain, scaler, serve, status, top
-from pdserve.cli.options import Parser
+from pdserve.cli import admin, ask, cluster, config, explain, scaler, serve, status, top, verify
+from pdserve.cli.options import CommandParser
 from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
+from pdserve.process.entry_points import COMMANDS, entry_point
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
-_COMMANDS = (serve, ask, status, top, explain, admin, cluster, scaler, config)
+    from pdserve.cli.options import Handler, Subparsers
+
+# In the order of `pdserve --help`. A name is an entry point: the command of another package.
+_COMMANDS: tuple[Callable[[Subparsers], None] | str, ...] = (
+    serve.register,
+    "router",
+    "worker",
+    cluster.register_upgrade,
+    ask.register,
+    status.register,
+    top.register,
+    explain.register,
+    verify.register,
+    admin.register,
+    cluster.register,
+    scaler.register,
+    config.register,
+    "bench",
+)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _EPILOG = """\
@@ -34,7 +53,7 @@ first steps:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser. Each command sets `handler`: arguments to exit code, maybe async."""
-    parser = Parser(
+    parser = CommandParser(
         prog="pdserve",
         description="Prefill/decode disaggregated serving of large language models on vLLM.",
         epilog=_EPILOG,
@@ -43,18 +62,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pdserve {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
-        command.register(commands)
-    from benchmarks.cli import register as register_bench
-
-    register_bench(commands)
+        register = entry_point(COMMANDS, command).load() if isinstance(command, str) else command
+        register(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    args = build_parser().parse_args(argv)
-    handler: Callable[[argparse.Namespace], int | Coroutine[Any, Any, int]] = args.handler
     try:
+        args = build_parser().parse_args(argv)
+        handler: Handler = args.handler
         code = handler(args)
         return code if isinstance(code, int) else asyncio.run(code)
     except ConfigError as error:

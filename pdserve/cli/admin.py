@@ -12,10 +12,9 @@ from pdserve.cli.options import (
     add_command,
     add_seconds,
     add_service_options,
+    admin_dialer_from,
     channel_to,
-    dialer_from,
     percent,
-    plain,
     say,
     table_of,
 )
@@ -34,13 +33,19 @@ _UNDO_S = 15.0
 
 def register(commands: Subparsers) -> None:
     drain = add_command(
-        *(commands, "drain", _drain, "take a worker out of service without losing a request"),
+        commands,
+        "drain",
+        _drain,
+        "take a worker out of service without losing a request",
         "Give a worker no new work, let its streams end or move to other workers, and wait until "
         "its KV was fetched. Exit code 0 if nothing is left on it, else 1. Ctrl-C leaves it "
         "draining. It gets no work until `--undo`, or until it is restarted.",
     )
     role = add_command(
-        *(commands, "role", _role, "change a worker's role between prefill and decode"),
+        commands,
+        "role",
+        _role,
+        "change a worker's role between prefill and decode",
         "Drain a worker, change its role, probe it with a request whose answer is known, and give "
         "it work again. If the probe fails, the worker gets its old role back and the exit code is "
         "1.",
@@ -59,7 +64,10 @@ def register(commands: Subparsers) -> None:
     add_service_options(role, as_json="print the outcome as JSON")
 
     weights = add_command(
-        *(commands, "weights", _weights, "split new requests over revisions of a model's workers"),
+        commands,
+        "weights",
+        _weights,
+        "split new requests over revisions of a model's workers",
         "Split new requests of a model by weight over the revisions of its workers "
         "(`worker.revision`), and show how the requests of each revision went. Without weights and "
         "--clear, only show that. Every router keeps weights of its own until it ends: name all of "
@@ -85,12 +93,12 @@ async def _weights(args: argparse.Namespace) -> int:
     from msgspec import json as to_json
 
     from pdserve.cli.console import open_console
-    from pdserve.deploy.revisions import RouterWeights
-    from pdserve.discovery import Discovery
+    from pdserve.deploy.scaling.weights import RouterWeights
+    from pdserve.net.discovery import Discovery
 
     if (args.weights and args.clear) or len(dict(args.weights)) < len(args.weights):
         refuse("REVISION=WEIGHT", "must name a revision once, and none with --clear")
-    routers = RouterWeights(Discovery(tuple(args.grpc.split(","))), dialer_from(args))
+    routers = RouterWeights(Discovery(tuple(args.grpc.split(","))), admin_dialer_from(args))
     if args.weights or args.clear:
         found = await routers.set_weights(args.model, dict(args.weights))
     else:
@@ -132,7 +140,7 @@ async def _drain(args: argparse.Namespace) -> int:
             is_drained = progress.drained
             line = _line(args.worker, progress)
             if args.json:
-                line = json.dumps({"worker": args.worker, **plain(progress)})
+                line = json.dumps({"worker": args.worker, **wire.json_object(progress)})
             if line != shown:
                 shown = line
                 say(line)
@@ -157,7 +165,7 @@ async def _role(args: argparse.Namespace) -> int:
             request, timeout=drain_s + _ROLE_REST_S, metadata=metadata
         )
     if args.json:
-        say(json.dumps({"worker": args.worker, "role": args.role, **plain(reply)}))
+        say(json.dumps({"worker": args.worker, "role": args.role, **wire.json_object(reply)}))
     elif reply.failure:
         sys.stderr.write(f"pdserve: worker {args.worker} kept its role: {reply.failure}\n")
     else:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pdserve.cli.options import Subparsers
     from pdserve.client import Delta
-    from pdserve.tokenizer import ChatMessage
+    from pdserve.model.tokenizer import ChatMessage
     from pdserve.types import Receipt
 
 _SAMPLING: dict[str, tuple[type, str]] = {
@@ -43,7 +43,10 @@ _HELP = "/reset forgets the conversation, /quit ends; Ctrl-C stops an answer."
 
 def register(commands: Subparsers) -> None:
     chat = add_command(
-        *(commands, "chat", _chat, "talk to a running service"),
+        commands,
+        "chat",
+        _chat,
+        "talk to a running service",
         f"Talk to the model; each line is a turn. {_HELP}",
     )
     chat.add_argument("--system", metavar="TEXT", help="the system message")
@@ -103,7 +106,7 @@ async def _ask(
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from pdserve.tokenizer import ChatMessage
+    from pdserve.model.tokenizer import ChatMessage
 
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt = text if args.raw else [ChatMessage("user", text)]
@@ -118,7 +121,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from pdserve.tokenizer import ChatMessage
+    from pdserve.model.tokenizer import ChatMessage
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if console.is_terminal:

@@ -1,10 +1,11 @@
-"""`pdserve scale`, `upgrade` and `down`, and what `up` and `status` do with `--on ray`."""
+"""`pdserve scale`, `upgrade` and `down`, and the part of `up` and `status` for `--on ray`."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
+from pdserve.cli import flags
 from pdserve.cli.options import add_command, add_config_options, config_from, say, table_of
 from pdserve.config import refuse
 
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
 
 def register(commands: Subparsers) -> None:
     scale = add_command(
-        *(commands, "scale", _scale, "change how many workers a service on a cluster has"),
+        commands,
+        "scale",
+        _scale,
+        "change how many workers a service on a cluster has",
         "Change how many workers roles have: `pdserve scale --on ray decode=4`. New workers are "
         "started; those that go are drained, and no request is lost. Of several models, a role has "
         "the model's name beside it: decode-NAME=4. Returns at once.",
     )
     scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="workers of a role")
-    down = add_command(*(commands, "down", _down, "drain and end a service on a cluster"))
+    down = add_command(commands, "down", _down, "drain and end a service on a cluster")
     for parser in (scale, down):
         add_on_option(parser, required=True)
 
@@ -44,17 +48,19 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_upgrade(commands: Subparsers, flags: Mapping[str, str]) -> None:
-    """Add `pdserve upgrade`, whose `flags` set configuration keys, as those of `up`."""
+def register_upgrade(commands: Subparsers) -> None:
     upgrade = add_command(
-        *(commands, "upgrade", _upgrade, "change configuration or model of a service on a cluster"),
+        commands,
+        "upgrade",
+        _upgrade,
+        "change configuration or model of a service on a cluster",
         "Give a service on a cluster another configuration, and no request is lost. Workers that "
         "differ are replaced one at a time in each role: the new one serves before the old one "
         "drains. Routers are replaced one after the other, at their addresses. Returns when all is "
         "done; if a new process does not start, the old ones stay, and the upgrade is undone. The "
         "numbers of workers do not change: see `pdserve scale`.",
     )
-    add_config_options(upgrade, flags)
+    add_config_options(upgrade, flags.UPGRADE)
     add_on_option(upgrade, required=True)
     _add_worker_options(upgrade, "(default: as now)")
 
@@ -81,7 +87,9 @@ def up(args: argparse.Namespace) -> int:
     )
     with service.joined():
         service.start(spec, allow_fragile_head=args.allow_fragile_head)
-        _say_routers(service.until_ready(config.up.start_timeout_s))
+        found = service.until_ready(config.up.start_timeout_s)
+        service.announce(found)
+        _say_routers(found)
     return 0
 
 
@@ -96,7 +104,9 @@ def _upgrade(args: argparse.Namespace) -> int:
         gpus = now.gpus if args.gpus_per_worker is None else args.gpus_per_worker
         strategy = args.strategy or now.strategy
         to = service_spec(config, cpus=cpus, gpus=gpus, strategy=strategy)
-        _say_routers(service.upgrade(to))
+        found = service.upgrade(to)
+        service.announce(found)
+        _say_routers(found)
     return 0
 
 

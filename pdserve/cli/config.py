@@ -7,7 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve.cli.options import add_command, add_config_options, config_from
-from pdserve.config import as_yaml, refuse
+from pdserve.config import refuse
+from pdserve.config.docs import as_yaml
 from pdserve.security.keys import hash_key, new_key
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 def register(commands: Subparsers) -> None:
     parser = add_command(
-        *(commands, "config", _run, "print every configuration key, or hash an API key"),
+        commands,
+        "config",
+        _run,
+        "print every configuration key, or hash an API key",
         "Check and print a configuration file: the defaults with --config and --set applied, every "
         "key under its description. `pdserve config hash-key` reads an API key from standard input "
         "(without echo on a terminal) and prints its hash, for router.tenants.",

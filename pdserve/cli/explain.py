@@ -14,11 +14,10 @@ from pdserve.cli.options import (
     add_service_options,
     channel_to,
     place_of,
-    plain,
     say,
     table_of,
 )
-from pdserve.explanation import cached, details, outcome, predicted, scores, total
+from pdserve.observe.explanation import cached, details, outcome, predicted, scores, total
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 
@@ -35,7 +34,10 @@ MOST_REASONS = 4
 
 def register(commands: Subparsers) -> None:
     parser = add_command(
-        *(commands, "explain", _run, "show why a request was placed on its workers"),
+        commands,
+        "explain",
+        _run,
+        "show why a request was placed on its workers",
         "Show the placement decisions of a request: the workers as the router saw them, their "
         "scores, why others were not chosen, and why the request was placed again. Exit code 1 if "
         "the router does not know the request, or does not answer.",
@@ -52,7 +54,7 @@ async def _run(args: argparse.Namespace) -> int:
     async with channel_to(args) as (channel, metadata):
         found = await AdminStub(channel).Explain(request, timeout=args.timeout, metadata=metadata)
     if args.json:
-        say(json.dumps(plain(found)))
+        say(json.dumps(wire.json_object(found)))
     else:
         show(found, open_console())
     return 0

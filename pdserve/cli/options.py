@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they reach a service."""
+"""Options that several commands share, and the connection to a service."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-from google.protobuf.json_format import MessageToDict
 
 from pdserve.config import Config, TopologyConfig, all_keys, load_config, read_yaml, refuse
 from pdserve.errors import Unavailable
-from pdserve.rpc import Dialer, error_from_rpc, has_error
+from pdserve.net.rpc import Dialer, error_from_rpc, has_error
+from pdserve.observe.log_limit import LogLimit
+from pdserve.security.local import key_for
 from pdserve.security.tls import tls_dialer
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 
-    from google.protobuf.message import Message
     from rich.table import Table
 
     from pdserve.config import Key
 
-    Subparsers = argparse._SubParsersAction["Parser"]
+    Subparsers = argparse._SubParsersAction["CommandParser"]
     Handler = Callable[[argparse.Namespace], int | Coroutine[Any, Any, int]]
     Metadata = tuple[tuple[str, str], ...]
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
+KEY_FILE_VARIABLE = "PDSERVE_API_KEY_FILE"
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
 _TLS_OPTIONS = {
@@ -44,8 +46,8 @@ _TLS_OPTIONS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that can leave words it does not know to another program."""
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser that can pass unknown words on to another program."""
 
     passes_on = False
 
@@ -61,7 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_command(
     commands: Subparsers, name: str, handler: Handler, summary: str, description: str = ""
-) -> Parser:
+) -> CommandParser:
     parser = commands.add_parser(
         name,
         help=summary,
@@ -133,7 +135,7 @@ def _value(key: Key) -> dict[str, Any]:
 
 
 def config_from(args: argparse.Namespace) -> Config:
-    """Return the configuration that the options ask for. Raises ConfigError."""
+    """Return the configuration that the options set. Raises ConfigError."""
     return load_config(args.config, changes_from(args))
 
 
@@ -152,7 +154,7 @@ def changes_from(args: argparse.Namespace) -> dict[str, object]:
 def add_service_options(
     parser: argparse.ArgumentParser, *, several: bool = False, as_json: str = "print JSON"
 ) -> None:
-    """Add `--grpc`, `--json` and what `add_dial_options` adds."""
+    """Add `--grpc`, `--json` and the options of `add_dial_options`."""
     parser.add_argument(
         "--grpc",
         default=DEFAULT_GRPC,
@@ -165,9 +167,14 @@ def add_service_options(
 
 
 def add_dial_options(parser: argparse.ArgumentParser) -> None:
-    """Add how to reach a service with TLS, and how to authenticate."""
+    """Add the options for TLS and authentication."""
     group = parser.add_argument_group("authentication and TLS")
-    group.add_argument("--api-key", metavar="KEY", help=f"API key (default: ${KEY_VARIABLE})")
+    text = f"API key, which other users of this machine can see (default: ${KEY_VARIABLE})"
+    keys = group.add_mutually_exclusive_group()
+    keys.add_argument("--api-key", metavar="KEY", help=text)
+    file, text = os.environ.get(KEY_FILE_VARIABLE), "file with the API key"
+    text = f"{text} (default: ${KEY_FILE_VARIABLE})"
+    keys.add_argument("--api-key-file", metavar="FILE", default=file, help=text)
     group.add_argument(
         "--tls", action="store_true", help="use TLS; implied by the options that follow"
     )
@@ -179,12 +186,21 @@ def add_dial_options(parser: argparse.ArgumentParser) -> None:
 
 
 def api_key_from(args: argparse.Namespace) -> str:
-    given: str | None = args.api_key
-    return os.environ.get(KEY_VARIABLE, "") if given is None else given
+    """Return the API key, empty if there is none. Raises ConfigError for an unreadable file."""
+    return _given_key(args) or os.environ.get(KEY_VARIABLE, "")
+
+
+def _given_key(args: argparse.Namespace) -> str:
+    if args.api_key is not None or not args.api_key_file:
+        return args.api_key or ""
+    try:
+        return Path(args.api_key_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        refuse("--api-key-file", f"cannot read {args.api_key_file}: {error}")
 
 
 def dialer_from(args: argparse.Namespace) -> Dialer:
-    """Return how to reach the service over gRPC. Raises ConfigError."""
+    """Return the dialer of the service's gRPC API. Raises ConfigError."""
     token = api_key_from(args)
     if not (args.tls or any(getattr(args, f"tls_{name}") for name in _TLS_OPTIONS)):
         return Dialer(token=token)
@@ -200,6 +216,13 @@ def dialer_from(args: argparse.Namespace) -> Dialer:
     )
 
 
+def admin_dialer_from(args: argparse.Namespace) -> Dialer:
+    """Return the dialer for administrators of the service at `--grpc`. Without a given key it uses
+    the key that `pdserve up` made for this user. Raises ConfigError."""
+    key = _given_key(args) or key_for(args.grpc.partition(",")[0]) or api_key_from(args)
+    return replace(dialer_from(args), token=key)
+
+
 def http_tls_from(args: argparse.Namespace) -> ssl.SSLContext | bool:
     """Return the `ssl` argument of aiohttp. Raises ConfigError."""
     return (dialer_from(args).context if args.tls_ca or args.tls_cert else None) or True
@@ -209,7 +232,7 @@ def http_tls_from(args: argparse.Namespace) -> ssl.SSLContext | bool:
 async def channel_to(args: argparse.Namespace) -> AsyncIterator[tuple[grpc.aio.Channel, Metadata]]:
     """Yield a channel to the router at `--grpc` and the metadata of its calls. Raises PdserveError
     for a failed call."""
-    dialer = dialer_from(args)
+    dialer = admin_dialer_from(args)
     async with dialer.open_channel(args.grpc) as channel:
         try:
             yield channel, dialer.metadata
@@ -220,15 +243,8 @@ async def channel_to(args: argparse.Namespace) -> AsyncIterator[tuple[grpc.aio.C
             raise found from error
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """Return a protobuf message as JSON prints it."""
-    return MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-
-
 def place_of(topology: Mapping[str, str]) -> str:
-    """Return the labels of where a process runs as one word, the region first."""
+    """Return the topology labels of a process as one word, the region first."""
     levels = TopologyConfig.__struct_fields__
     return "/".join(topology[level] for level in levels if level in topology)
 
@@ -244,7 +260,7 @@ def say(text: str) -> None:
 
 
 async def until_stopped(running: Coroutine[Any, Any, object]) -> None:
-    """Run until it ends, or SIGINT or SIGTERM cancels it."""
+    """Run a coroutine until it ends or until SIGINT or SIGTERM cancels it."""
     task = asyncio.ensure_future(running)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -258,6 +274,8 @@ def log_to_stderr(level: str) -> None:
         level=level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
 
 
 def table_of(

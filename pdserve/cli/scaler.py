@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.cli.options import (
@@ -18,17 +19,24 @@ from pdserve.cli.options import (
     until_stopped,
 )
 from pdserve.config import refuse
-from pdserve.deploy.load import RouterLoads
-from pdserve.deploy.revisions import RouterWeights
-from pdserve.deploy.scaling import Bounds
-from pdserve.discovery import Discovery
-from pdserve.errors import ClientError, ConfigError, PermissionDenied, Unauthenticated
+from pdserve.deploy.scaling.load import RouterLoads
+from pdserve.deploy.scaling.scaler import Bounds
+from pdserve.deploy.scaling.weights import RouterWeights
+from pdserve.errors import (
+    ClientError,
+    ConfigError,
+    PdserveError,
+    PermissionDenied,
+    Unauthenticated,
+)
+from pdserve.net.discovery import Discovery
 from pdserve.security.tls import dialer
 from pdserve.types import Role
 
 if TYPE_CHECKING:
     from pdserve.cli.options import Subparsers
     from pdserve.config import WorkerConfig
+    from pdserve.deploy.kubernetes.lease import LeaderLease
 
 _ROLES = (Role.PREFILL, Role.DECODE)
 _SCALING = {
@@ -41,7 +49,10 @@ _SCALING = {
 
 def register(commands: Subparsers) -> None:
     parser = add_command(
-        *(commands, "scaler", _run, "set how many workers there are on Kubernetes, by load"),
+        commands,
+        "scaler",
+        _run,
+        "set how many workers there are on Kubernetes, by load",
         "Ask the routers of worker.routers for the load of the model that worker.model and "
         "worker.model_names name, and set the replicas of its pools. Of several such processes one "
         "leads, by a Lease. Nobody else may set the replicas.",
@@ -61,13 +72,19 @@ def register(commands: Subparsers) -> None:
     text = "name of the Lease (default: %(default)s)"
     parser.add_argument("--lease", default="pdserve-scaler", metavar="NAME", help=text)
     operator = add_command(
-        *(commands, "operator", _operate, "roll out workers on Kubernetes by canary"),
+        commands,
+        "operator",
+        _operate,
+        "roll out workers on Kubernetes by canary",
         "Look after the PDService resources of this namespace, or that of KUBECONFIG: new pods "
         "of a changed template get some of the requests, then more, and replace the old ones or "
         "go, as their failures and SLOs compare. The routers are those of worker.routers; where "
         f"they ask for a key, {KEY_VARIABLE} has an admin's. Of several such processes one leads.",
     )
     routers = {"--router": "worker.routers"}
+    for command in (parser, operator):
+        text = "file to touch after each look, for a liveness probe"
+        command.add_argument("--alive-file", type=Path, metavar="FILE", help=text)
     add_config_options(parser, routers | _SCALING)
     add_config_options(operator, routers)
 
@@ -83,7 +100,7 @@ def _bounds(text: str) -> Bounds:
 async def _run(args: argparse.Namespace) -> int:
     from pdserve.deploy.kubernetes.api import connect, repeat, scale_of
     from pdserve.deploy.kubernetes.lease import LeaderLease
-    from pdserve.deploy.kubernetes.scaler import Pool, ReplicaScaler
+    from pdserve.deploy.kubernetes.scaler import ReplicaScaler, ScalablePool
 
     bounds = {role: getattr(args, role) for role in _ROLES if getattr(args, role)}
     if not bounds:
@@ -93,7 +110,7 @@ async def _run(args: argparse.Namespace) -> int:
         if role not in bounds:
             refuse("--target", f"{role!r} is no role whose workers are given, by --{role}")
         targets[Role(role)] = target
-    pools = {role: Pool(*scale_of(targets[role]), bounds[role]) for role in bounds}
+    pools = {role: ScalablePool(*scale_of(targets[role]), bounds[role]) for role in bounds}
     config, clock = config_from(args), time.monotonic
     worker = config.worker
     _log(worker)
@@ -102,7 +119,8 @@ async def _run(args: argparse.Namespace) -> int:
     async with connect() as client:
         lease = LeaderLease(client, args.lease, clock)
         scaler = ReplicaScaler(client, lease, pools, config.up.scaling, loads.measure, clock)
-        await until_stopped(repeat(scaler.look, (ClientError, ConfigError)))
+        await until_stopped(repeat(scaler.look, (ClientError, ConfigError), args.alive_file))
+        await _release(lease)
     return 0
 
 
@@ -118,8 +136,17 @@ async def _operate(args: argparse.Namespace) -> int:
     async with connect() as client:
         lease = LeaderLease(client, "pdserve-operator", time.monotonic)
         operator = Operator(client, lease, routers, time.time)
-        await until_stopped(repeat(operator.look, (PermissionDenied, Unauthenticated)))
+        fatal = (PermissionDenied, Unauthenticated)
+        await until_stopped(repeat(operator.look, fatal, args.alive_file))
+        await _release(lease)
     return 0
+
+
+async def _release(lease: LeaderLease) -> None:
+    try:
+        await lease.release()
+    except PdserveError as error:
+        logging.getLogger(__name__).warning("the lease was not given back: %s", error.message)
 
 
 def _log(worker: WorkerConfig) -> None:

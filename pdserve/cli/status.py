@@ -14,15 +14,14 @@ from pdserve.cli.options import (
     add_command,
     add_seconds,
     add_service_options,
+    admin_dialer_from,
     channel_to,
-    dialer_from,
     percent,
     place_of,
-    plain,
     say,
     table_of,
 )
-from pdserve.kv_pairs import unpaired
+from pdserve.kv_compatibility import unpaired
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 
@@ -33,16 +32,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pdserve.cli.options import Subparsers
-    from pdserve.rpc import Dialer
+    from pdserve.net.rpc import Dialer
 
     Row = dict[str, Any]
 
 ROUTER_TIMEOUT_S = 5.0
+CRASH_LOOPING = "crash-looping"
 
 
 def register(commands: Subparsers) -> None:
     parser = add_command(
-        *(commands, "status", _run, "show workers, their load and their KV blocks"),
+        commands,
+        "status",
+        _run,
+        "show workers, their load and their KV blocks",
         "Show the workers of a router, their load, the KV blocks pinned for transfers, workers "
         "that get no work, and pairs that cannot exchange KV. Exit code 1 if the router does not "
         "answer.",
@@ -72,9 +75,10 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
         listed = await RegistryStub(channel).ListWorkers(
             w.ListWorkersRequest(), timeout=max(timeout_s, ROUTER_TIMEOUT_S), metadata=metadata
         )
-    workers = sorted(listed.workers, key=lambda entry: entry.info.worker_id)
-    dialer = dialer_from(args)
-    calls = [_ask(dialer, entry.info.address, timeout_s) for entry in workers]
+    present = [entry for entry in listed.workers if entry.state != "left"]
+    workers = sorted(present, key=lambda entry: entry.info.worker_id)
+    dialer = admin_dialer_from(args)
+    calls = [_ask(dialer, entry, timeout_s) for entry in workers]
     answers = await asyncio.gather(*calls)
     rows = [_row(*pair) for pair in zip(workers, answers, strict=True)]
     return {
@@ -82,16 +86,18 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
         "topology": dict(listed.topology),
         "unpaired": _unpaired(workers),
         "slower_kv": _slower_kv(rows),
-        "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
-        "roles": [plain(roles) for roles in listed.roles],
-        "disaggregation": [plain(model) for model in listed.disaggregation],
-        "on_demand": [plain(model) for model in listed.on_demand],
+        "ejected_pairs": [wire.json_object(pair) for pair in listed.ejected_pairs],
+        "roles": [wire.json_object(roles) for roles in listed.roles],
+        "disaggregation": [wire.json_object(model) for model in listed.disaggregation],
+        "on_demand": [wire.json_object(model) for model in listed.on_demand],
     }
 
 
-async def _ask(dialer: Dialer, address: str, timeout_s: float) -> w.WorkerStatus | str:
+async def _ask(dialer: Dialer, entry: w.WorkerEntry, timeout_s: float) -> w.WorkerStatus | str:
     """Return a worker's answer, or why there is none."""
-    async with dialer.open_channel(address) as channel:
+    if entry.state == CRASH_LOOPING:
+        return entry.unhealthy
+    async with dialer.open_channel(entry.info.address) as channel:
         try:
             return await WorkerStub(channel).GetStatus(
                 w.GetStatusRequest(), timeout=timeout_s, metadata=dialer.metadata
@@ -102,7 +108,8 @@ async def _ask(dialer: Dialer, address: str, timeout_s: float) -> w.WorkerStatus
 
 def _unpaired(entries: Iterable[w.WorkerEntry]) -> list[Row]:
     """Return the prefill and decode workers whose KV caches are not compatible."""
-    infos = [wire.worker_from_pb(entry.info) for entry in entries if entry.state != "lost"]
+    away = ("lost", CRASH_LOOPING)
+    infos = [wire.worker_from_pb(entry.info) for entry in entries if entry.state not in away]
     return [
         {
             "model": pair.prefill.model.name,
@@ -126,19 +133,19 @@ def _slower_kv(rows: Sequence[Row]) -> list[Row]:
 
 
 def _row(entry: w.WorkerEntry, found: w.WorkerStatus | str) -> Row:
-    info, failure = plain(entry.info), found if isinstance(found, str) else ""
+    info, failure = wire.json_object(entry.info), found if isinstance(found, str) else ""
     answer = None if isinstance(found, str) else found
     row: Row = {
         **info,
-        **plain(entry),
-        **(plain(answer) if answer else {}),
+        **wire.json_object(entry),
+        **(wire.json_object(answer) if answer else {}),
         "role": wire.role_from_pb(entry.info.role).value,
         "model": entry.info.model.name,
         "outstanding_tokens": entry.outstanding_tokens,  # protobuf prints uint64 as text
         "answers": not failure,
         "failure": failure,
         "info": info,
-        "kv": plain(answer.kv) if answer and answer.HasField("kv") else None,
+        "kv": wire.json_object(answer.kv) if answer and answer.HasField("kv") else None,
     }
     is_empty = answer is not None and not answer.open_streams and not any(row["ledger"].values())
     if entry.state == "draining" and is_empty:
@@ -166,7 +173,7 @@ def _show(address: str, found: dict[str, Any]) -> None:
         "do not answer": [
             f"{row['worker_id']} at {row['address']}: {row['failure']}"
             for row in workers
-            if not row["answers"]
+            if not row["answers"] and row["state"] != CRASH_LOOPING
         ],
         "cannot exchange KV": [
             f"{x['prefill']} and {x['decode']} ({x['model']}): {x['reason']}"
@@ -232,7 +239,9 @@ def _load_cells(row: Row) -> tuple[object, ...]:
     return (
         row["worker_id"],
         row["role"],
-        row["state"] if row["answers"] else f"{row['state']}, no answer",
+        row["state"]
+        if row["answers"] or row["state"] == CRASH_LOOPING
+        else f"{row['state']}, no answer",
         row["model"],
         *((load["num_running_reqs"], load["num_waiting_reqs"]) if load else (None, None)),
         f"{load['kv_cache_usage']:.0%}" if load else None,

@@ -60,7 +60,10 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 def register(commands: Subparsers) -> None:
     parser = add_command(
-        *(commands, "top", _run, "watch requests by phase, goodput, cost, workers and KV flow"),
+        commands,
+        "top",
+        _run,
+        "watch requests by phase, goodput, cost, workers and KV flow",
         "Read the router's metrics and its workers' state every few seconds and show what changed, "
         "until Ctrl-C. Exit code 1 if the router does not answer.",
     )

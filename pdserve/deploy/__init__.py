@@ -1,1 +1,1 @@
-"""Services on clusters: how many workers a load asks for, and the processes on Ray."""
+"""Deployment of services: on this machine, on Ray and on Kubernetes, and scaling by load."""

@@ -1,1 +1,1 @@
-"""TLS, API keys and roles of callers."""
+"""TLS, API keys, caller roles and protection from web pages."""

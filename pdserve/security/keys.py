@@ -1,4 +1,5 @@
-"""API keys and their hashes. Configuration holds only hashes; a key is shown once, when it is made.
+"""API keys and their hashes. The configuration has only hashes; a key is shown once, when it is
+created.
 
 SHA-256 without salt suffices because keys are random. It would not for passwords.
 """
@@ -23,7 +24,7 @@ def digest_of(key: str) -> bytes:
 
 
 def hash_key(key: str) -> str:
-    """Return the hash of a key as configuration holds it."""
+    """Return the hash of a key in the format of the configuration."""
     return _PREFIX + digest_of(key).hex()
 
 
@@ -32,5 +33,5 @@ def is_hash(text: str) -> bool:
 
 
 def digest_in(text: str) -> bytes:
-    """Return the digest in a hash of the configuration."""
+    """Return the digest in a hash from the configuration."""
     return bytes.fromhex(text.removeprefix(_PREFIX))

@@ -1,4 +1,5 @@
-"""Which roles may call which gRPC method. A certificate or a token gives a caller its role."""
+"""Authorization: the roles that each gRPC method accepts. A caller's role comes from its
+certificate or token."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from pdserve import rpc
+from pdserve.config import is_exposed
 from pdserve.errors import PdserveError, PermissionDenied, Unauthenticated
+from pdserve.net import rpc
 from pdserve.security.keys import digest_in, digest_of
 from pdserve.security.tls import read_token
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from pdserve.config import AccessConfig
 
@@ -33,16 +35,17 @@ _LOG_EVERY_S = 1.0
 
 
 class Party(StrEnum):
-    """Role of a caller that is more than a client."""
+    """Role of a caller with more rights than a client."""
 
     WORKER = "worker"
     ROUTER = "router"
     ADMIN = "admin"
 
 
-# A session is no gRPC method, and is guarded as if it were one.
+# A session is not a gRPC call; this name lets it use the same table.
 SESSION = "/pdserve.v1.Worker/Session"
-# By method, else by service; None is everyone. What has no entry is closed to everyone.
+# Roles by method, or by service for methods without an entry. None: every caller. No entry at all:
+# no caller.
 _ALLOWED: dict[str, frozenset[Party] | None] = {
     "/pdserve.v1.Generation": None,  # checks API keys itself
     "/grpc.health.v1.Health": None,
@@ -57,17 +60,18 @@ _ALLOWED: dict[str, frozenset[Party] | None] = {
 
 
 def allowed(method: str) -> frozenset[Party] | None:
-    """Return the roles that may call `method` (/package.Service/Method), or None for everyone."""
+    """Return the roles that may call `method` (/package.Service/Method). None: every caller."""
     service = method.rpartition("/")[0]
     return _ALLOWED.get(method, _ALLOWED.get(service, frozenset()))
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Rejects calls before they are read. `shared_with` is the role of those who hold the worker
-    token: workers for a router, routers for a worker."""
+    """Interceptor that rejects unauthorized calls before their message is read. `shared_with`: the
+    role of callers with the worker token, which is WORKER at a router and ROUTER at a worker."""
 
-    def __init__(self, token: str, admin_keys: tuple[str, ...], shared_with: Party) -> None:
-        known = [(digest_in(text), Party.ADMIN) for text in admin_keys]
+    def __init__(self, token: str, admins: Iterable[bytes], shared_with: Party) -> None:
+        """`admins`: digests of the administrators' keys."""
+        known = [(digest, Party.ADMIN) for digest in admins]
         self._known = [*known, (digest_of(token), shared_with)] if token else known
         self._logged_at = 0.0
 
@@ -109,22 +113,21 @@ class Guard(grpc.aio.ServerInterceptor):
         )
 
     def check_session(self, transport: asyncio.BaseTransport, token: str) -> None:
-        """Check who opens a session. Raises Unauthenticated or PermissionDenied."""
-        certificate = transport.get_extra_info("peercert")
-        names = certificate.get("subjectAltName", ()) if certificate else ()
+        """Check the role of a caller that opens a session. Raises Unauthenticated or
+        PermissionDenied."""
         self._check(
             SESSION,
-            uris=[value for kind, value in names if kind == "URI"],
+            uris=_uris_of(transport),
             tokens=[token] if token else [],
-            is_known=bool(certificate or token),
+            is_known=bool(transport.get_extra_info("peercert") or token),
             peer=str(transport.get_extra_info("peername")),
         )
 
     def _check(
         self, method: str, *, uris: Sequence[str], tokens: Sequence[str], is_known: bool, peer: str
     ) -> None:
-        """Raise unless a URI of the caller's certificate or a token gives a role that may call
-        `method`. `is_known` is False for a caller who shows nothing."""
+        """Raise unless a URI of the caller's certificate or one of its tokens has a role that may
+        call `method`. `is_known` is False for a caller without credentials."""
         parties = allowed(method) or frozenset()
         roles = {party for party in Party if f"{_ROLE_URI}{party}" in uris}
         for token in tokens:
@@ -143,10 +146,29 @@ class Guard(grpc.aio.ServerInterceptor):
         raise PermissionDenied(f"permission denied: {needs}")
 
 
-def make_guard(access: AccessConfig, *, shared_with: Party) -> Guard | None:
-    """Return the guard of a server, or None if no roles are configured. Raises ConfigError."""
+def _uris_of(transport: asyncio.BaseTransport) -> list[str]:
+    """Return the URIs in the subjectAltName of the peer's certificate."""
+    certificate = transport.get_extra_info("peercert") or {}
+    return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
+
+
+def check_peer(transport: asyncio.BaseTransport, party: Party) -> None:
+    """Check that the certificate of a peer that we connected to has the role `party`. Raises
+    PermissionDenied."""
+    if f"{_ROLE_URI}{party}" not in _uris_of(transport):
+        raise PermissionDenied(f"its certificate does not have the role {party}")
+
+
+def make_guard(access: AccessConfig, *, shared_with: Party, host: str) -> Guard | None:
+    """Return the guard of a server at `host`. Return None if no roles are configured, with a
+    warning if other machines can reach `host`. Raises ConfigError."""
     if not access.asks_for_roles:
+        if is_exposed(host):
+            keys = "access.worker_token_file or access.tls.ca_file"
+            logger.warning("any client that can reach %s controls this process: set %s", host, keys)
         return None
-    file = access.worker_token_file
-    token = read_token(file) if file else ""
-    return Guard(token, access.admin_keys, shared_with)
+    token = read_token(access.worker_token_file) if access.worker_token_file else ""
+    admins = [digest_in(text) for text in access.admin_keys]
+    if access.admin_key_file:
+        admins.append(digest_of(read_token(access.admin_key_file, key="admin_key_file")))
+    return Guard(token, admins, shared_with)

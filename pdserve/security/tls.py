@@ -1,9 +1,9 @@
 """Credentials of gRPC servers and channels, TLS contexts of sockets, and the worker token.
 
 Files are checked when a process starts: they must be readable PEM, the key must belong to the
-certificate, and the certificate must be valid now. Errors are ConfigError with the key, below `at`.
-They are read again when a connection is made after they have changed. New files with an error are
-not used, and the log says why.
+certificate, and the certificate must be valid now. Errors are ConfigError with the configuration
+key, below `at`. Changed files are read again at the next connection. If they have an error, the old
+ones stay in use; the error is logged and counted in a metric.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 from cryptography import x509
+from prometheus_client.registry import Collector
 
-from pdserve.config import refuse
+from pdserve.config import RouterAccessConfig, refuse
 from pdserve.errors import ConfigError
-from pdserve.rpc import PLAIN, Dialer, LoadedTls
+from pdserve.net.rpc import PLAIN, Dialer, LoadedTls
+from pdserve.observe.metrics import family
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client.core import Metric
 
     from pdserve.config import AccessConfig, HttpTlsConfig, TlsConfig
 
@@ -33,11 +38,12 @@ MIN_TOKEN_CHARS = 32
 
 
 class _Files:
-    """What `load` makes of the files at `paths`, made again when they have changed."""
+    """Cached result of `load()`. It is loaded again when a file at `paths` has changed."""
 
     def __init__(self, load: Callable[[], LoadedTls], paths: tuple[str, ...]) -> None:
         self._load, self._paths = load, [path for path in paths if path]
-        self._lock = threading.Lock()  # gRPC asks in threads of its own
+        self._lock = threading.Lock()  # gRPC calls `now` in its own threads
+        self.errors = 0
         self._seen = self._state()
         self._loaded = load()
 
@@ -48,9 +54,10 @@ class _Files:
                 self._seen = state
                 try:
                     self._loaded = self._load()
-                    logger.info("read again: %s", ", ".join(self._paths))
+                    logger.info("reloaded TLS files: %s", ", ".join(self._paths))
                 except ConfigError as error:
-                    logger.error("the TLS files of before stay in use: %s", error)
+                    self.errors += 1
+                    logger.error("cannot reload TLS files, the old ones stay in use: %s", error)
             return self._loaded
 
     def _state(self) -> list[tuple[int, ...] | None]:
@@ -58,12 +65,33 @@ class _Files:
 
 
 def _changed(path: str) -> tuple[int, ...] | None:
-    """Return what is another value when the file is another one."""
+    """Return a value that differs after the file has been changed or replaced. None: there is no
+    file."""
     try:
         found = Path(path).stat()
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+class CertificateCollector(Collector):
+    """Exports the expiry of the certificates for new connections, and the number of file changes
+    that were rejected. Each scrape reloads changed files."""
+
+    def __init__(self, access: AccessConfig) -> None:
+        """Raises ConfigError naming the key of an unusable file."""
+        tls = access.tls
+        found = {"access.tls": _server(tls, tls.ca_file, "access.tls")}
+        if isinstance(access, RouterAccessConfig):
+            http, at = access.http_tls, "access.http_tls"
+            found[at] = _server(http, http.ca_file, at)
+        self._files = {at: files for at, files in found.items() if files is not None}
+
+    def collect(self) -> Iterator[Metric]:
+        ends = [files.now().not_after.items() for files in self._files.values()]
+        yield family("tls_not_after_seconds", [((key,), end) for x in ends for key, end in x])
+        errors = [((at,), files.errors) for at, files in self._files.items()]
+        yield family("tls_file_errors", errors)
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
@@ -74,23 +102,24 @@ def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
     used = files.now()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-        """Is called at each handshake. None: nothing has changed."""
+        """Return new credentials, or None if they have not changed. gRPC calls this at each
+        handshake."""
         nonlocal used
         before, used = used, files.now()
         return None if used is before else _configuration(used)
 
     first = _configuration(used)
-    # The stub does not know of None.
+    # The type stub does not allow None.
     return grpc.dynamic_ssl_server_credentials(first, renewed, tls.is_mutual)  # type: ignore[arg-type]
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext | None:
-    """Return the context of a socket that listens for sessions, or None without TLS."""
+    """Return the TLS context for the listener of sessions, or None without TLS."""
     return _renewing(_server(tls, tls.ca_file if tls.is_mutual else "", "access.tls"))
 
 
 def http_context(tls: HttpTlsConfig) -> ssl.SSLContext | None:
-    """Return the context of the HTTP listener, or None without TLS."""
+    """Return the TLS context for the HTTP listener, or None without TLS."""
     return _renewing(_server(tls, tls.ca_file, "access.http_tls", alpn=("http/1.1",)))
 
 
@@ -99,7 +128,8 @@ def _configuration(loaded: LoadedTls) -> grpc.ServerCertificateConfiguration:
 
 
 def _renewing(files: _Files | None) -> ssl.SSLContext | None:
-    """Return a server's context, which hands each connection to the context of that moment."""
+    """Return a server context that switches each new connection to the current context of
+    `files`."""
     if files is None:
         return None
 
@@ -107,18 +137,18 @@ def _renewing(files: _Files | None) -> ssl.SSLContext | None:
         connection.context = files.now().context
 
     context = files.now().context
-    context.sni_callback = choose  # called for clients that name no host too
+    context.sni_callback = choose  # is also called for clients that send no server name
     return context
 
 
 def dialer(access: AccessConfig, at: str = "access") -> Dialer:
-    """Return how a router or a worker connects to the others."""
+    """Return the dialer for connections between routers and workers."""
     token, tls = "", access.tls
     if access.worker_token_file:
         token = read_token(access.worker_token_file, at)
     if not tls.cert_file:
         return Dialer(token=token) if token else PLAIN
-    return tls_dialer(
+    found = tls_dialer(
         ca_file=tls.ca_file,
         cert_file=tls.cert_file,
         key_file=tls.key_file,
@@ -126,6 +156,8 @@ def dialer(access: AccessConfig, at: str = "access") -> Dialer:
         token=token,
         at=f"{at}.tls",
     )
+    # If there is a token, it gives the role, so certificates need none.
+    return replace(found, checks_roles=tls.is_mutual and not token)
 
 
 def tls_dialer(
@@ -137,11 +169,11 @@ def tls_dialer(
     token: str = "",
     at: str = "tls",
 ) -> Dialer:
-    """Return how to connect with TLS to peers whose certificate `ca_file`, or a public CA, signed.
-    With `cert_file` this process presents a certificate."""
+    """Return a dialer that connects with TLS. A peer's certificate must be signed by `ca_file`, or
+    by a public CA if that is empty. With `cert_file` this process presents a certificate."""
 
     def load() -> LoadedTls:
-        # The default one knows the public CAs.
+        # The default context trusts the public CAs.
         context = ssl.create_default_context()
         if ca_file:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -150,9 +182,9 @@ def tls_dialer(
     return Dialer(_Files(load, (cert_file, key_file, ca_file)).now, peer_name, token)
 
 
-def read_token(path: str, at: str = "access") -> str:
-    """Return the worker token in a file. Errors do not repeat the file's content."""
-    at = f"{at}.worker_token_file"
+def read_token(path: str, at: str = "access", *, key: str = "worker_token_file") -> str:
+    """Return the secret in a file. Errors do not contain the file's content."""
+    at = f"{at}.{key}"
     token = _read(path, at).decode("ascii", "replace").strip()
     usable = token.isascii() and token.isprintable() and " " not in token
     if len(token) < MIN_TOKEN_CHARS or not usable:
@@ -161,7 +193,8 @@ def read_token(path: str, at: str = "access") -> str:
 
 
 def _server(tls: HttpTlsConfig, ca_file: str, at: str, alpn: tuple[str, ...] = ()) -> _Files | None:
-    """With `ca_file`, clients must present a certificate that it signed."""
+    """Return the server's files, or None without TLS. With `ca_file`, clients must present a
+    certificate that it signed."""
     if not tls.cert_file:
         return None
 
@@ -179,17 +212,18 @@ def _server(tls: HttpTlsConfig, ca_file: str, at: str, alpn: tuple[str, ...] = (
 def _load(
     context: ssl.SSLContext, cert_file: str, key_file: str, ca_file: str, at: str
 ) -> LoadedTls:
-    """Check the files that are named, and load them into `context`."""
-    ca, key, chain = None, b"", b""
+    """Check the named files and load them into `context`. Raises ConfigError."""
+    ca, key, chain, not_after = None, b"", b"", {}
     if ca_file:
         ca, known = _read_certificates(ca_file, f"{at}.ca_file")
         context.load_verify_locations(cadata=ca.decode("ascii"))
         if not context.get_ca_certs():
             refuse(f"{at}.ca_file", f"{ca_file} holds no CA certificate")
-        _check_dates(max(known, key=lambda x: x.not_valid_after_utc), ca_file, f"{at}.ca_file")
+        last = max(known, key=lambda x: x.not_valid_after_utc)
+        not_after[f"{at}.ca_file"] = _check_dates(last, ca_file, f"{at}.ca_file")
     if cert_file:
         chain, known = _read_certificates(cert_file, f"{at}.cert_file")
-        _check_dates(known[0], cert_file, f"{at}.cert_file")
+        not_after[f"{at}.cert_file"] = _check_dates(known[0], cert_file, f"{at}.cert_file")
         key = _read(key_file, f"{at}.key_file")
         try:
             context.load_cert_chain(cert_file, key_file, password=lambda: "")
@@ -198,7 +232,7 @@ def _load(
             if "MISMATCH" in (error.reason or ""):
                 wrong = f"is not the key of {cert_file}"
             refuse(f"{at}.key_file", f"{key_file} {wrong}")
-    return LoadedTls(context, ca, key, chain)
+    return LoadedTls(context, ca, key, chain, not_after)
 
 
 def _read(path: str, at: str) -> bytes:
@@ -216,7 +250,9 @@ def _read_certificates(path: str, at: str) -> tuple[bytes, list[x509.Certificate
         refuse(at, f"{path} is not a certificate in PEM")
 
 
-def _check_dates(certificate: x509.Certificate, path: str, at: str) -> None:
+def _check_dates(certificate: x509.Certificate, path: str, at: str) -> float:
+    """Return when the certificate ends, in seconds since 1970."""
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not begin <= datetime.now(UTC) <= end:
         refuse(at, f"{path}: certificate has expired, or is not valid yet ({begin:%F} to {end:%F})")
+    return end.timestamp()

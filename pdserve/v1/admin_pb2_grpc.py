@@ -101,15 +101,15 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetWeights(self, request, context):
-        """Splits new requests of a model by weight over the revisions of its workers, at this router.
-        INVALID_ARGUMENT if no worker has a revision whose weight is above 0.
+        """Splits new requests of a model by weight among the revisions of its workers, at this router.
+        INVALID_ARGUMENT if no worker has a revision with a weight above 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRevisions(self, request, context):
-        """Returns the revisions of a model, and how the requests of each went.
+        """Returns the revisions of a model, and the results of each revision's requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

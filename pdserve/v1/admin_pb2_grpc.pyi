@@ -45,11 +45,11 @@ class AdminStub:
     """
     UndrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]
     SetWeights: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWeightsRequest, _admin_pb2.ListRevisionsResponse]
-    """Splits new requests of a model by weight over the revisions of its workers, at this router.
-    INVALID_ARGUMENT if no worker has a revision whose weight is above 0.
+    """Splits new requests of a model by weight among the revisions of its workers, at this router.
+    INVALID_ARGUMENT if no worker has a revision with a weight above 0.
     """
     ListRevisions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRevisionsRequest, _admin_pb2.ListRevisionsResponse]
-    """Returns the revisions of a model, and how the requests of each went."""
+    """Returns the revisions of a model, and the results of each revision's requests."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -68,11 +68,11 @@ class AdminAsyncStub(AdminStub):
     """
     UndrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
     SetWeights: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWeightsRequest, _admin_pb2.ListRevisionsResponse]  # type: ignore[assignment]
-    """Splits new requests of a model by weight over the revisions of its workers, at this router.
-    INVALID_ARGUMENT if no worker has a revision whose weight is above 0.
+    """Splits new requests of a model by weight among the revisions of its workers, at this router.
+    INVALID_ARGUMENT if no worker has a revision with a weight above 0.
     """
     ListRevisions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRevisionsRequest, _admin_pb2.ListRevisionsResponse]  # type: ignore[assignment]
-    """Returns the revisions of a model, and how the requests of each went."""
+    """Returns the revisions of a model, and the results of each revision's requests."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Served by the router, for administrators."""
@@ -118,8 +118,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRevisionsResponse, _abc.Awaitable[_admin_pb2.ListRevisionsResponse]]:
-        """Splits new requests of a model by weight over the revisions of its workers, at this router.
-        INVALID_ARGUMENT if no worker has a revision whose weight is above 0.
+        """Splits new requests of a model by weight among the revisions of its workers, at this router.
+        INVALID_ARGUMENT if no worker has a revision with a weight above 0.
         """
 
     @_abc_1.abstractmethod
@@ -128,6 +128,6 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListRevisionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRevisionsResponse, _abc.Awaitable[_admin_pb2.ListRevisionsResponse]]:
-        """Returns the revisions of a model, and how the requests of each went."""
+        """Returns the revisions of a model, and the results of each revision's requests."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

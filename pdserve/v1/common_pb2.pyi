@@ -145,7 +145,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "transfer_bytes", "transfer_blocks", "prefill_worker", "decode_worker", "transport", "cached_tokens", "first_token_source", "fallbacks", "predicted_ttft_s", "cost", "energy_j")
+    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "transfer_bytes", "transfer_blocks", "prefill_worker", "decode_worker", "transport", "cached_tokens", "first_token_source", "fallbacks", "predicted_ttft_s", "cost", "energy_j", "images", "render_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,8 @@ class Receipt(_message.Message):
     PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     ENERGY_J_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    RENDER_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     transfer_s: float
@@ -178,7 +180,9 @@ class Receipt(_message.Message):
     predicted_ttft_s: float
     cost: float
     energy_j: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., first_token_source: _Optional[str] = ..., fallbacks: _Optional[_Iterable[str]] = ..., predicted_ttft_s: _Optional[float] = ..., cost: _Optional[float] = ..., energy_j: _Optional[float] = ...) -> None: ...
+    images: int
+    render_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., first_token_source: _Optional[str] = ..., fallbacks: _Optional[_Iterable[str]] = ..., predicted_ttft_s: _Optional[float] = ..., cost: _Optional[float] = ..., energy_j: _Optional[float] = ..., images: _Optional[int] = ..., render_s: _Optional[float] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "field", "retry_after_s", "reason")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/parser.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xa9\x01\n\rParserCommand\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.OpenParserH\x00\x12(\n\x05input\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.ParserInputH\x00\x12(\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.CloseParserH\x00\x42\t\n\x07\x63ommand\"\x98\x01\n\nOpenParser\x12\x11\n\ttokenizer\x18\x01 \x01(\t\x12\x13\n\x0btool_parser\x18\x02 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x03 \x01(\t\x12\x14\n\x0crequest_json\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x18\n\x10resume_token_ids\x18\x06 \x03(\r\"b\n\x0bParserInput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12\x11\n\ttruncated\x18\x05 \x01(\x08\"\r\n\x0b\x43loseParser\"\xcb\x01\n\x0bParserReply\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12&\n\x04plan\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.ParserPlanH\x00\x12*\n\x06output\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.ParserOutputH\x00\x12(\n\x05\x63heck\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.ParserCheckH\x00\x12\"\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.ErrorH\x00\x42\x07\n\x05reply\"^\n\nParserPlan\x12\x37\n\x11structured_output\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.StructuredOutput\x12\x17\n\x0f\x61\x66ter_reasoning\x18\x02 \x01(\x08\"\x8a\x01\n\x0cParserOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\treasoning\x18\x02 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\t\x12-\n\ntool_calls\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.ToolCallDelta\x12\x18\n\x10reasoning_tokens\x18\x05 \x01(\r\".\n\x0bParserCheck\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08\x64iverged\x18\x02 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/parser.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xa9\x01\n\rParserCommand\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.OpenParserH\x00\x12(\n\x05input\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.ParserInputH\x00\x12(\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.CloseParserH\x00\x42\t\n\x07\x63ommand\"\x98\x01\n\nOpenParser\x12\x11\n\ttokenizer\x18\x01 \x01(\t\x12\x13\n\x0btool_parser\x18\x02 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x03 \x01(\t\x12\x14\n\x0crequest_json\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x18\n\x10resume_token_ids\x18\x06 \x03(\r\"O\n\x0bParserInput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"\r\n\x0b\x43loseParser\"\xa1\x01\n\x0bParserReply\x12\x11\n\tstream_id\x18\x01 \x01(\x04\x12&\n\x04plan\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.ParserPlanH\x00\x12*\n\x06output\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.ParserOutputH\x00\x12\"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.ErrorH\x00\x42\x07\n\x05reply\"^\n\nParserPlan\x12\x37\n\x11structured_output\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.StructuredOutput\x12\x17\n\x0f\x61\x66ter_reasoning\x18\x02 \x01(\x08\"\x8a\x01\n\x0cParserOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\treasoning\x18\x02 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x03 \x01(\t\x12-\n\ntool_calls\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.ToolCallDelta\x12\x18\n\x10reasoning_tokens\x18\x05 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,15 +37,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENPARSER']._serialized_start=237
   _globals['_OPENPARSER']._serialized_end=389
   _globals['_PARSERINPUT']._serialized_start=391
-  _globals['_PARSERINPUT']._serialized_end=489
-  _globals['_CLOSEPARSER']._serialized_start=491
-  _globals['_CLOSEPARSER']._serialized_end=504
-  _globals['_PARSERREPLY']._serialized_start=507
-  _globals['_PARSERREPLY']._serialized_end=710
-  _globals['_PARSERPLAN']._serialized_start=712
-  _globals['_PARSERPLAN']._serialized_end=806
-  _globals['_PARSEROUTPUT']._serialized_start=809
-  _globals['_PARSEROUTPUT']._serialized_end=947
-  _globals['_PARSERCHECK']._serialized_start=949
-  _globals['_PARSERCHECK']._serialized_end=995
+  _globals['_PARSERINPUT']._serialized_end=470
+  _globals['_CLOSEPARSER']._serialized_start=472
+  _globals['_CLOSEPARSER']._serialized_end=485
+  _globals['_PARSERREPLY']._serialized_start=488
+  _globals['_PARSERREPLY']._serialized_end=649
+  _globals['_PARSERPLAN']._serialized_start=651
+  _globals['_PARSERPLAN']._serialized_end=745
+  _globals['_PARSEROUTPUT']._serialized_start=748
+  _globals['_PARSEROUTPUT']._serialized_end=886
 # @@protoc_insertion_point(module_scope)

@@ -36,36 +36,32 @@ class OpenParser(_message.Message):
     def __init__(self, tokenizer: _Optional[str] = ..., tool_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., request_json: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ParserInput(_message.Message):
-    __slots__ = ("index", "token_ids", "text", "finished", "truncated")
+    __slots__ = ("index", "token_ids", "text", "finished")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     finished: bool
-    truncated: bool
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finished: _Optional[bool] = ..., truncated: _Optional[bool] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class CloseParser(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ParserReply(_message.Message):
-    __slots__ = ("stream_id", "plan", "output", "check", "error")
+    __slots__ = ("stream_id", "plan", "output", "error")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    CHECK_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     plan: ParserPlan
     output: ParserOutput
-    check: ParserCheck
     error: _common_pb2.Error
-    def __init__(self, stream_id: _Optional[int] = ..., plan: _Optional[_Union[ParserPlan, _Mapping]] = ..., output: _Optional[_Union[ParserOutput, _Mapping]] = ..., check: _Optional[_Union[ParserCheck, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., plan: _Optional[_Union[ParserPlan, _Mapping]] = ..., output: _Optional[_Union[ParserOutput, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class ParserPlan(_message.Message):
     __slots__ = ("structured_output", "after_reasoning")
@@ -88,11 +84,3 @@ class ParserOutput(_message.Message):
     tool_calls: _containers.RepeatedCompositeFieldContainer[_common_pb2.ToolCallDelta]
     reasoning_tokens: int
     def __init__(self, index: _Optional[int] = ..., reasoning: _Optional[str] = ..., content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[_common_pb2.ToolCallDelta, _Mapping]]] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
-
-class ParserCheck(_message.Message):
-    __slots__ = ("index", "diverged")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    DIVERGED_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    diverged: bool
-    def __init__(self, index: _Optional[int] = ..., diverged: _Optional[bool] = ...) -> None: ...

@@ -22,7 +22,7 @@ ROLE_AGGREGATED: Role
 ROLE_POOLING: Role
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults", "tokenizer", "cross_encoder")
+    __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults", "tokenizer", "cross_encoder", "modalities")
     class SamplingDefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,13 @@ class ModelInfo(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class ModalitiesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +46,7 @@ class ModelInfo(_message.Message):
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     CROSS_ENCODER_FIELD_NUMBER: _ClassVar[int]
+    MODALITIES_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     max_model_len: int
@@ -48,7 +56,8 @@ class ModelInfo(_message.Message):
     sampling_defaults: _containers.ScalarMap[str, float]
     tokenizer: str
     cross_encoder: bool
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ..., tokenizer: _Optional[str] = ..., cross_encoder: _Optional[bool] = ...) -> None: ...
+    modalities: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ..., tokenizer: _Optional[str] = ..., cross_encoder: _Optional[bool] = ..., modalities: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
     __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff")
@@ -71,8 +80,18 @@ class KvEndpoint(_message.Message):
     handoff: str
     def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ...) -> None: ...
 
+class EngineLimits(_message.Message):
+    __slots__ = ("max_num_seqs", "max_num_batched_tokens", "max_loras")
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_loras: int
+    def __init__(self, max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_loras: _Optional[int] = ...) -> None: ...
+
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address", "session_address", "max_loras", "unsupported_fields", "topology", "revision", "device", "devices", "energy")
+    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "pid", "engine", "settings", "debug_address", "session_address", "unsupported_fields", "topology", "revision", "device", "devices", "energy", "limits", "cores", "gpus")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -95,19 +114,20 @@ class WorkerInfo(_message.Message):
     KV_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DEBUG_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     UNSUPPORTED_FIELDS_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     ENERGY_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     role: Role
@@ -116,20 +136,21 @@ class WorkerInfo(_message.Message):
     kv: KvEndpoint
     block_size: int
     total_blocks: int
-    max_num_seqs: int
     pid: int
     engine: str
     settings: _containers.ScalarMap[str, str]
     debug_address: str
     session_address: str
-    max_loras: int
     unsupported_fields: _containers.RepeatedScalarFieldContainer[str]
     topology: _containers.ScalarMap[str, str]
     revision: str
     device: str
     devices: int
     energy: str
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ..., max_loras: _Optional[int] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., topology: _Optional[_Mapping[str, str]] = ..., revision: _Optional[str] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., energy: _Optional[str] = ...) -> None: ...
+    limits: EngineLimits
+    cores: int
+    gpus: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., topology: _Optional[_Mapping[str, str]] = ..., revision: _Optional[str] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., energy: _Optional[str] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., cores: _Optional[int] = ..., gpus: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "path", "model")
@@ -261,6 +282,68 @@ class TokenizerFiles(_message.Message):
     files: _containers.ScalarMap[str, bytes]
     def __init__(self, files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
+class RenderRequest(_message.Message):
+    __slots__ = ("chat", "text", "images")
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    chat: ChatPrompt
+    text: str
+    images: _containers.RepeatedCompositeFieldContainer[EncodedImage]
+    def __init__(self, chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[EncodedImage, _Mapping]]] = ...) -> None: ...
+
+class ChatPrompt(_message.Message):
+    __slots__ = ("messages_json", "tools_json", "variables_json", "add_generation_prompt", "continue_final_message", "add_special_tokens")
+    MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    messages_json: str
+    tools_json: str
+    variables_json: str
+    add_generation_prompt: bool
+    continue_final_message: bool
+    add_special_tokens: bool
+    def __init__(self, messages_json: _Optional[str] = ..., tools_json: _Optional[str] = ..., variables_json: _Optional[str] = ..., add_generation_prompt: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+
+class EncodedImage(_message.Message):
+    __slots__ = ("data", "detail")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    detail: str
+    def __init__(self, data: _Optional[bytes] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class RenderResponse(_message.Message):
+    __slots__ = ("prompt_token_ids", "media", "seconds")
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    media: _containers.RepeatedCompositeFieldContainer[MediaItem]
+    seconds: float
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class MediaItem(_message.Message):
+    __slots__ = ("modality", "hash", "offset", "length", "is_embed", "metadata", "data")
+    MODALITY_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    IS_EMBED_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    modality: str
+    hash: str
+    offset: int
+    length: int
+    is_embed: bytes
+    metadata: bytes
+    data: bytes
+    def __init__(self, modality: _Optional[str] = ..., hash: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., is_embed: _Optional[bytes] = ..., metadata: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class RegisterRequest(_message.Message):
     __slots__ = ("worker", "draining", "adapters")
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -334,16 +417,40 @@ class RenewResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class DeregisterRequest(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "account")
+    __slots__ = ("worker_id", "instance_id", "account", "failure")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     account: Account
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., account: _Optional[_Union[Account, _Mapping]] = ...) -> None: ...
+    failure: str
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class DeregisterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CrashLoop(_message.Message):
+    __slots__ = ("worker_id", "role", "model", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: Role
+    model: str
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReportCrashLoopsRequest(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[CrashLoop]
+    def __init__(self, workers: _Optional[_Iterable[_Union[CrashLoop, _Mapping]]] = ...) -> None: ...
+
+class ReportCrashLoopsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -443,18 +550,20 @@ class WorkerEntry(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., revision_share: _Optional[float] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "export", "watch_cache")
+    __slots__ = ("hello", "submit", "cancel", "export", "watch_cache", "ping")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
     WATCH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
     export: Export
     watch_cache: WatchCache
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ...) -> None: ...
+    ping: int
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., ping: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "instance_id", "token")
@@ -467,7 +576,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +591,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     REASONING_GATE_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -496,7 +606,8 @@ class Submit(_message.Message):
     adapter: str
     cache_salt: str
     reasoning_gate: ReasoningGate
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[MediaItem]
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ...) -> None: ...
 
 class ReasoningGate(_message.Message):
     __slots__ = ("parser", "kwargs_json")
@@ -557,7 +668,7 @@ class Export(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("deltas", "load", "tokens", "steps", "closed", "cache", "recent_steps")
+    __slots__ = ("deltas", "load", "tokens", "steps", "closed", "cache", "recent_steps", "pong")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -565,6 +676,7 @@ class StepFrame(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     RECENT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[StreamDelta]
     load: WorkerLoad
     tokens: PlainTokens
@@ -572,7 +684,8 @@ class StepFrame(_message.Message):
     closed: _common_pb2.Error
     cache: CacheUpdate
     recent_steps: RecentSteps
-    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., cache: _Optional[_Union[CacheUpdate, _Mapping]] = ..., recent_steps: _Optional[_Union[RecentSteps, _Mapping]] = ...) -> None: ...
+    pong: int
+    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., cache: _Optional[_Union[CacheUpdate, _Mapping]] = ..., recent_steps: _Optional[_Union[RecentSteps, _Mapping]] = ..., pong: _Optional[int] = ...) -> None: ...
 
 class RecentSteps(_message.Message):
     __slots__ = ("age_s", "took_s", "prefill_tokens", "decode_reqs")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RegistryStub:
-    """Served by the router: workers register and renew a lease.
+    """Served by the router. Workers register and renew a lease.
     """
 
     def __init__(self, channel):
@@ -55,21 +55,26 @@ class RegistryStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.ReportCrashLoops = channel.unary_unary(
+                '/pdserve.v1.Registry/ReportCrashLoops',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.ReportCrashLoopsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.ReportCrashLoopsResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
-    """Served by the router: workers register and renew a lease.
+    """Served by the router. Workers register and renew a lease.
     """
 
     def Register(self, request, context):
-        """FAILED_PRECONDITION if the worker cannot serve with the others; the error says why.
+        """FAILED_PRECONDITION if the worker is incompatible with the others; the error has the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """NOT_FOUND tells the worker to register again.
+        """On NOT_FOUND the worker must register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,6 +88,13 @@ class RegistryServicer:
 
     def ListWorkers(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportCrashLoops(self, request, context):
+        """Called repeatedly by launchers of workers. A router drops a report after a lease.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -110,6 +122,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.ListWorkersRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.ListWorkersResponse.SerializeToString,
             ),
+            'ReportCrashLoops': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportCrashLoops,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.ReportCrashLoopsRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.ReportCrashLoopsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'pdserve.v1.Registry', rpc_method_handlers)
@@ -119,7 +136,7 @@ def add_RegistryServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Registry:
-    """Served by the router: workers register and renew a lease.
+    """Served by the router. Workers register and renew a lease.
     """
 
     @staticmethod
@@ -230,9 +247,36 @@ class Registry:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def ReportCrashLoops(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Registry/ReportCrashLoops',
+            pdserve_dot_v1_dot_worker__pb2.ReportCrashLoopsRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.ReportCrashLoopsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class WorkerStub:
-    """Control of a worker. Requests travel over the session instead: one connection per router to
+    """Control of a worker. Requests are sent over the session instead: one connection per router to
     WorkerInfo.session_address, see Command and StepFrame.
     """
 
@@ -282,10 +326,15 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.Render = channel.unary_unary(
+                '/pdserve.v1.Worker/Render',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.RenderRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.RenderResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
-    """Control of a worker. Requests travel over the session instead: one connection per router to
+    """Control of a worker. Requests are sent over the session instead: one connection per router to
     WorkerInfo.session_address, see Command and StepFrame.
     """
 
@@ -296,23 +345,23 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops new work and returns when the last request and the last held block are gone. Requests that
-        have not ended in time are moved. The worker takes no work until Undrain.
+        """Stops new work. Returns when the last request has ended and the last held block is released.
+        Requests that have not ended in time are moved. The worker accepts no work until Undrain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Takes work again. FAILED_PRECONDITION if the worker is stopping.
+        """Accepts work again. FAILED_PRECONDITION if the worker is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
-        accepts only probes.
+        """Drains the worker, changes its role and registers it again. It accepts only probes until
+        SettleRole, or for a minute.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -325,21 +374,30 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads a LoRA adapter, or does nothing if this revision of it is loaded.
+        """Loads a LoRA adapter. Does nothing if this revision of it is loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """Returns the files of the model's tokenizer and chat template: routers have no models.
+        """Returns the files of the model's tokenizer and chat template, because routers have no models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Reports the adapter no more, waits until no request uses it, and unloads it.
+        """Stops reporting the adapter, waits until no request uses it, and unloads it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Render(self, request, context):
+        """Turns a prompt with images into token ids and processed images, beside the engine: chat
+        template, tokenizer and image processor of the model. INVALID_ARGUMENT names a bad image as
+        images[INDEX]; RESOURCE_EXHAUSTED if too many prompts wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -388,6 +446,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
             ),
+            'Render': grpc.unary_unary_rpc_method_handler(
+                    servicer.Render,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.RenderRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.RenderResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'pdserve.v1.Worker', rpc_method_handlers)
@@ -397,7 +460,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Control of a worker. Requests travel over the session instead: one connection per router to
+    """Control of a worker. Requests are sent over the session instead: one connection per router to
     WorkerInfo.session_address, see Command and StepFrame.
     """
 
@@ -607,6 +670,33 @@ class Worker:
             '/pdserve.v1.Worker/UnloadAdapter',
             pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Render(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/Render',
+            pdserve_dot_v1_dot_worker__pb2.RenderRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.RenderResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,33 +27,37 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RegistryStub:
-    """Served by the router: workers register and renew a lease."""
+    """Served by the router. Workers register and renew a lease."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RegistryAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RegisterRequest, _worker_pb2.RegisterResponse]
-    """FAILED_PRECONDITION if the worker cannot serve with the others; the error says why."""
+    """FAILED_PRECONDITION if the worker is incompatible with the others; the error has the reason."""
     Renew: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RenewRequest, _worker_pb2.RenewResponse]
-    """NOT_FOUND tells the worker to register again."""
+    """On NOT_FOUND the worker must register again."""
     Deregister: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DeregisterRequest, _worker_pb2.DeregisterResponse]
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListWorkersRequest, _worker_pb2.ListWorkersResponse]
+    ReportCrashLoops: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReportCrashLoopsRequest, _worker_pb2.ReportCrashLoopsResponse]
+    """Called repeatedly by launchers of workers. A router drops a report after a lease."""
 
 @_typing.type_check_only
 class RegistryAsyncStub(RegistryStub):
-    """Served by the router: workers register and renew a lease."""
+    """Served by the router. Workers register and renew a lease."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_worker_pb2.RegisterRequest, _worker_pb2.RegisterResponse]  # type: ignore[assignment]
-    """FAILED_PRECONDITION if the worker cannot serve with the others; the error says why."""
+    """FAILED_PRECONDITION if the worker is incompatible with the others; the error has the reason."""
     Renew: _aio.UnaryUnaryMultiCallable[_worker_pb2.RenewRequest, _worker_pb2.RenewResponse]  # type: ignore[assignment]
-    """NOT_FOUND tells the worker to register again."""
+    """On NOT_FOUND the worker must register again."""
     Deregister: _aio.UnaryUnaryMultiCallable[_worker_pb2.DeregisterRequest, _worker_pb2.DeregisterResponse]  # type: ignore[assignment]
     ListWorkers: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListWorkersRequest, _worker_pb2.ListWorkersResponse]  # type: ignore[assignment]
+    ReportCrashLoops: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReportCrashLoopsRequest, _worker_pb2.ReportCrashLoopsResponse]  # type: ignore[assignment]
+    """Called repeatedly by launchers of workers. A router drops a report after a lease."""
 
 class RegistryServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the router: workers register and renew a lease."""
+    """Served by the router. Workers register and renew a lease."""
 
     @_abc_1.abstractmethod
     def Register(
@@ -61,7 +65,7 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.RegisterResponse, _abc.Awaitable[_worker_pb2.RegisterResponse]]:
-        """FAILED_PRECONDITION if the worker cannot serve with the others; the error says why."""
+        """FAILED_PRECONDITION if the worker is incompatible with the others; the error has the reason."""
 
     @_abc_1.abstractmethod
     def Renew(
@@ -69,7 +73,7 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.RenewResponse, _abc.Awaitable[_worker_pb2.RenewResponse]]:
-        """NOT_FOUND tells the worker to register again."""
+        """On NOT_FOUND the worker must register again."""
 
     @_abc_1.abstractmethod
     def Deregister(
@@ -85,10 +89,18 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ListWorkersResponse, _abc.Awaitable[_worker_pb2.ListWorkersResponse]]: ...
 
+    @_abc_1.abstractmethod
+    def ReportCrashLoops(
+        self,
+        request: _worker_pb2.ReportCrashLoopsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReportCrashLoopsResponse, _abc.Awaitable[_worker_pb2.ReportCrashLoopsResponse]]:
+        """Called repeatedly by launchers of workers. A router drops a report after a lease."""
+
 def add_RegistryServicer_to_server(servicer: RegistryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WorkerStub:
-    """Control of a worker. Requests travel over the session instead: one connection per router to
+    """Control of a worker. Requests are sent over the session instead: one connection per router to
     WorkerInfo.session_address, see Command and StepFrame.
     """
 
@@ -98,51 +110,61 @@ class WorkerStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Stops new work and returns when the last request and the last held block are gone. Requests that
-    have not ended in time are moved. The worker takes no work until Undrain.
+    """Stops new work. Returns when the last request has ended and the last held block is released.
+    Requests that have not ended in time are moved. The worker accepts no work until Undrain.
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
-    """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
+    """Accepts work again. FAILED_PRECONDITION if the worker is stopping."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
-    """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
-    accepts only probes.
+    """Drains the worker, changes its role and registers it again. It accepts only probes until
+    SettleRole, or for a minute.
     """
     SettleRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]
-    """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+    """Loads a LoRA adapter. Does nothing if this revision of it is loaded."""
     GetTokenizer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.TokenizerFiles]
-    """Returns the files of the model's tokenizer and chat template: routers have no models."""
+    """Returns the files of the model's tokenizer and chat template, because routers have no models."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
-    """Reports the adapter no more, waits until no request uses it, and unloads it."""
+    """Stops reporting the adapter, waits until no request uses it, and unloads it."""
+    Render: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RenderRequest, _worker_pb2.RenderResponse]
+    """Turns a prompt with images into token ids and processed images, beside the engine: chat
+    template, tokenizer and image processor of the model. INVALID_ARGUMENT names a bad image as
+    images[INDEX]; RESOURCE_EXHAUSTED if too many prompts wait.
+    """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
-    """Control of a worker. Requests travel over the session instead: one connection per router to
+    """Control of a worker. Requests are sent over the session instead: one connection per router to
     WorkerInfo.session_address, see Command and StepFrame.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Stops new work and returns when the last request and the last held block are gone. Requests that
-    have not ended in time are moved. The worker takes no work until Undrain.
+    """Stops new work. Returns when the last request has ended and the last held block is released.
+    Requests that have not ended in time are moved. The worker accepts no work until Undrain.
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
-    """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
+    """Accepts work again. FAILED_PRECONDITION if the worker is stopping."""
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
-    accepts only probes.
+    """Drains the worker, changes its role and registers it again. It accepts only probes until
+    SettleRole, or for a minute.
     """
     SettleRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]  # type: ignore[assignment]
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]  # type: ignore[assignment]
-    """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+    """Loads a LoRA adapter. Does nothing if this revision of it is loaded."""
     GetTokenizer: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.TokenizerFiles]  # type: ignore[assignment]
-    """Returns the files of the model's tokenizer and chat template: routers have no models."""
+    """Returns the files of the model's tokenizer and chat template, because routers have no models."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Reports the adapter no more, waits until no request uses it, and unloads it."""
+    """Stops reporting the adapter, waits until no request uses it, and unloads it."""
+    Render: _aio.UnaryUnaryMultiCallable[_worker_pb2.RenderRequest, _worker_pb2.RenderResponse]  # type: ignore[assignment]
+    """Turns a prompt with images into token ids and processed images, beside the engine: chat
+    template, tokenizer and image processor of the model. INVALID_ARGUMENT names a bad image as
+    images[INDEX]; RESOURCE_EXHAUSTED if too many prompts wait.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    """Control of a worker. Requests travel over the session instead: one connection per router to
+    """Control of a worker. Requests are sent over the session instead: one connection per router to
     WorkerInfo.session_address, see Command and StepFrame.
     """
 
@@ -159,8 +181,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Stops new work and returns when the last request and the last held block are gone. Requests that
-        have not ended in time are moved. The worker takes no work until Undrain.
+        """Stops new work. Returns when the last request has ended and the last held block is released.
+        Requests that have not ended in time are moved. The worker accepts no work until Undrain.
         """
 
     @_abc_1.abstractmethod
@@ -169,7 +191,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.UndrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
-        """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
+        """Accepts work again. FAILED_PRECONDITION if the worker is stopping."""
 
     @_abc_1.abstractmethod
     def SetRole(
@@ -177,8 +199,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
-        """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
-        accepts only probes.
+        """Drains the worker, changes its role and registers it again. It accepts only probes until
+        SettleRole, or for a minute.
         """
 
     @_abc_1.abstractmethod
@@ -194,7 +216,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.Adapter, _abc.Awaitable[_worker_pb2.Adapter]]:
-        """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+        """Loads a LoRA adapter. Does nothing if this revision of it is loaded."""
 
     @_abc_1.abstractmethod
     def GetTokenizer(
@@ -202,7 +224,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.TokenizerFiles, _abc.Awaitable[_worker_pb2.TokenizerFiles]]:
-        """Returns the files of the model's tokenizer and chat template: routers have no models."""
+        """Returns the files of the model's tokenizer and chat template, because routers have no models."""
 
     @_abc_1.abstractmethod
     def UnloadAdapter(
@@ -210,6 +232,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
-        """Reports the adapter no more, waits until no request uses it, and unloads it."""
+        """Stops reporting the adapter, waits until no request uses it, and unloads it."""
+
+    @_abc_1.abstractmethod
+    def Render(
+        self,
+        request: _worker_pb2.RenderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.RenderResponse, _abc.Awaitable[_worker_pb2.RenderResponse]]:
+        """Turns a prompt with images into token ids and processed images, beside the engine: chat
+        template, tokenizer and image processor of the model. INVALID_ARGUMENT names a bad image as
+        images[INDEX]; RESOURCE_EXHAUSTED if too many prompts wait.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

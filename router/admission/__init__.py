@@ -1,6 +1,23 @@
-"""Admission control. `AdmissionController.slot` is the entry."""
+"""Admission control. `AdmissionController.enter` is the entry."""
 
-from router.admission.controller import AdmissionController, AdmissionLimits, LatencyEstimate
-from router.admission.tenants import Tenants
+from router.admission.controller import (
+    UNAVAILABLE_RETRY_AFTER_S,
+    AdmissionController,
+    AdmissionLimits,
+    LatencyEstimate,
+    Slot,
+)
+from router.admission.queue import NoAdapterSlot, NoRoom
+from router.admission.tenants import Door, Tenants
 
-__all__ = ["AdmissionController", "AdmissionLimits", "LatencyEstimate", "Tenants"]
+__all__ = [
+    "UNAVAILABLE_RETRY_AFTER_S",
+    "AdmissionController",
+    "AdmissionLimits",
+    "Door",
+    "LatencyEstimate",
+    "NoAdapterSlot",
+    "NoRoom",
+    "Slot",
+    "Tenants",
+]

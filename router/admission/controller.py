@@ -1,7 +1,7 @@
-"""Admission control: bounds running and queued requests, and rejects what cannot be in time.
+"""Admission control: bounds running and queued requests, and rejects requests that would be late.
 
-A request asks for a slot. It gets one at once, waits for one in the queue of its model, or is
-rejected with the seconds after which a retry makes sense.
+A request gets its turn at once, waits for it in the queue of its model, or is rejected with a
+Retry-After. In its turn it reserves workers, or says why it cannot and waits for another turn.
 """
 
 from __future__ import annotations
@@ -9,41 +9,40 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from pdserve.errors import DeadlineExceeded, Overloaded, PdserveError, Refusal, Unavailable
 from pdserve.types import ServiceClass
-from router.admission.queue import AdmissionRate, Entry, ModelQueue, Promises, Reservation
+from router.admission.queue import AdmissionRate, Entry, ModelQueue, NoAdapterSlot, NoRoom
 from router.admission.tenants import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from pdserve.types import GenerateRequest
 
-# Most answers end before max_tokens: a queued request is predicted to generate at most this many.
+# Cap of the predicted length of an answer: most answers end before max_tokens.
 PREDICTED_OUTPUT_TOKENS = 256
-# Largest part of the running requests that may be of the batch class.
+# Largest share of the running requests that may be of the batch class. The rest is kept free, so
+# that an interactive request does not wait for a batch answer to end.
 BATCH_SHARE = 0.75
-# Requests that one scan of the queue tries to place, beside those that wait for their LoRA adapter.
-SCAN_TRIES = 4
-SCAN_ADAPTERS = 16
+# Retry-After if no worker is ready and nothing says when one will be.
 UNAVAILABLE_RETRY_AFTER_S = 5.0
 # A queued request looks at least this often whether its model has no workers any more.
 MIN_CHECK_S = 0.05
-# At most this share of the queue is kept for rejected clients that were told to retry now.
-KEPT_SHARE = 0.75
-
-
-R = TypeVar("R", bound=Reservation)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Without `max_running_requests`, as many run as the engines have slots. Requests wait at most
-    `queue_timeout_s` for a missing worker. Interactive requests with a predicted TTFT over
-    `max_ttft_s` are rejected; 0 rejects none."""
+    """Limits of admission.
+
+    `max_running_requests`: 0 means the number of slots of all engines. `queue_timeout_s`: longest
+    wait for a missing worker. `max_ttft_s`: interactive requests with a higher predicted TTFT are
+    rejected; 0 rejects none.
+    """
 
     max_running_requests: int = 0
     max_queued_requests: int = 1024
@@ -52,8 +51,8 @@ class AdmissionLimits:
 
 
 class LatencyEstimate(NamedTuple):
-    """Predicted times of a request once it is admitted: until its prefill starts, of its prefill,
-    and from its first to its last token."""
+    """Predicted times of a request after admission: wait until prefill starts, prefill, and decode
+    from the first to the last token."""
 
     wait_s: float
     prefill_s: float
@@ -62,36 +61,62 @@ class LatencyEstimate(NamedTuple):
 
 class LatencyModel(Protocol):
     def estimate(self, model: str, prompt_tokens: int, max_tokens: int) -> LatencyEstimate | None:
-        """Return None while too little was measured."""
+        """Predict the times of a request. Return None while too little was measured."""
         ...
 
 
-class Slot(Generic[R]):
-    """A slot of an admitted request. A context of its reservation: leaving it releases both."""
+class Slot:
+    """A request in admission: in the queue until `take`, then running until the exit. A context
+    manager.
 
-    __slots__ = ("_admission", "_entry", "_reservation")
+    One request of a model has its turn at a time. So after `turn`, call `take` or `wait_for`
+    without waiting for anything else.
+    """
 
-    def __init__(self, admission: AdmissionController, entry: Entry, reservation: R) -> None:
-        self._admission, self._entry, self._reservation = admission, entry, reservation
+    __slots__ = ("_admission", "_entry", "_is_taken")
 
-    def __enter__(self) -> R:
-        return self._reservation
+    def __init__(self, admission: AdmissionController, entry: Entry) -> None:
+        self._admission, self._entry, self._is_taken = admission, entry, False
 
-    def __exit__(self, *_: object) -> None:
-        self._admission.release(self._entry, self._reservation)
+    def __enter__(self) -> Self:
+        return self
+
+    async def turn(self) -> None:
+        """Wait until the request may try to reserve workers.
+
+        Raises Overloaded if the SLO cannot be met; Unavailable if the deadline cannot be met, or no
+        worker was ready within `queue_timeout_s`; DeadlineExceeded if the deadline has passed.
+        """
+        await self._admission.turn_of(self._entry)
+
+    def wait_for(self, reason: Unavailable) -> None:
+        """End the turn without workers: wait for room if `reason` is NoRoom, otherwise for a worker
+        that could serve the request. Raises Overloaded if the queue is full."""
+        self._admission.wait(self._entry, reason)
+
+    def take(self) -> None:
+        """End the turn with workers: the request runs."""
+        self._is_taken = True
+        self._admission.admit(self._entry)
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # A client that leaves the queue pays for what it requested; a rejected one does not.
+        is_rejected = not self._is_taken and isinstance(error, PdserveError)
+        self._admission.leave(self._entry, is_rejected=is_rejected)
 
 
 @dataclass(slots=True)
 class _Model:
-    """State of one model. `blocked` are the requests that found no capacity in the last scan;
-    `unavailable` is why no request can be placed, since `unavailable_since`."""
+    """State of one model. `in_turn`: the queued request that has its turn. `missing`: why no worker
+    could serve the request that had the last turn, and since when."""
 
     queue: ModelQueue = field(default_factory=ModelQueue)
     rate: AdmissionRate = field(default_factory=AdmissionRate)
-    promises: Promises = field(default_factory=Promises)
-    blocked: list[Entry] = field(default_factory=list)
-    unavailable: Unavailable | None = None
-    unavailable_since: float = 0.0
+    in_turn: Entry | None = None
+    missing: Unavailable | None = None
+    missing_since: float = 0.0
 
 
 class AdmissionController:
@@ -106,8 +131,8 @@ class AdmissionController:
         slots: Callable[[], int] = int,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`slots` returns how many requests the engines run at once (max_num_seqs). `clock` is the
-        event loop's by default."""
+        """`slots` returns the number of requests that all engines can run at the same time (sum of
+        max_num_seqs). `clock`: default is the event loop's."""
         self.running = 0
         self.queued = 0
         self.tenants = tenants or Tenants()
@@ -123,112 +148,120 @@ class AdmissionController:
         state = self._models.get(model)
         return 0 if state is None else len(state.queue)
 
-    async def slot(
-        self,
-        request: GenerateRequest,
-        try_reserve: Callable[[], R | None],
-        *,
-        kv_tokens: int = 0,
-        has_adapter_slot: Callable[[], bool] = lambda: True,
-    ) -> Slot[R]:
-        """Wait for a slot with what `try_reserve` returned.
+    def enter(self, request: GenerateRequest, *, kv_tokens: int = 0) -> Slot:
+        """Charge a request to its tenant, and give it its turn or queue it. `kv_tokens`: largest KV
+        that it can hold.
 
-        `try_reserve` is called when it is the request's turn. It returns None if workers have no
-        capacity now, and raises Unavailable if no worker could serve the request; both wait.
-        `kv_tokens` is the most KV the request can come to hold. `has_adapter_slot` says whether its
-        LoRA adapter can run now.
-
-        Raises Overloaded if the queue or a tenant's limit is full or the SLO cannot be met;
-        Unavailable if the deadline cannot be met, or no worker came in `queue_timeout_s`;
-        DeadlineExceeded if the deadline passed; and any other error of `try_reserve`.
+        Raises Overloaded if the queue or a limit of the tenant is full, or the SLO cannot be met;
+        Unavailable if the deadline cannot be met, and DeadlineExceeded if it has passed.
         """
         now = self._now()
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineExceeded("the deadline passed before the request was admitted")
         if self._wakes_soon:
-            self._wake()  # requests that are queued already go first
-        entry = self._enter(request, try_reserve, kv_tokens, now)
-        entry.has_adapter_slot = has_adapter_slot
+            self._wake()  # capacity was released: queued requests go before this one
+        entry = self._charged(request, kv_tokens, now)
         model = self._models[request.model]
         try:
-            reservation = self._at_once(model, entry, now)
-        except BaseException:
-            entry.account.refund(entry.work_tokens)
+            if now > entry.latest_start:
+                raise self._late(model, entry, now - entry.latest_start, now)
+            if len(model.queue) or not self._has_slot(entry):
+                self._push(model, entry, now)
+                self._offer(model)
+            else:
+                self._give_slot(entry)
+        except PdserveError:
+            entry.account.refund(entry.work_tokens, entry.request.sampling.n)
             raise
-        if reservation is None:
-            reservation = await self._wait(model, entry, now)
-        return Slot(self, entry, cast("R", reservation))
+        return Slot(self, entry)
 
-    def _at_once(self, model: _Model, entry: Entry, now: float) -> Reservation | None:
-        """Admit a new request. Return None if it must queue, and may."""
-        if now > entry.latest_start:
-            raise self._late(model, entry, now - entry.latest_start, now)
-        if not len(model.queue) and self._has_slot(entry):
-            reservation = self._try(model, entry, now)
-            if reservation is not None:
-                self._admitted(entry)
-                return reservation
-        self._check_queue(model, entry, now)
-        return None
+    async def turn_of(self, entry: Entry) -> None:
+        """Wait for the turn of a request that has entered."""
+        while not entry.has_slot:
+            entry.turn = asyncio.get_running_loop().create_future()
+            timeout_s = self._timeout_s(self._models[entry.request.model], entry, self._now())
+            await asyncio.wait((entry.turn,), timeout=timeout_s)
 
-    async def _wait(self, model: _Model, entry: Entry, now: float) -> Reservation:
-        """Queue a request. Return its reservation once it is admitted."""
-        granted: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
-        entry.granted = granted
-        self._push(model, entry, now)
-        try:
-            while not granted.done():
-                timeout_s = self._timeout_s(model, entry, self._now())
-                await asyncio.wait((granted,), timeout=timeout_s)
-        except asyncio.CancelledError:
-            if not granted.done():
-                entry.account.leave(self._now() - entry.arrived)  # it costs what was asked for
-                self._remove(model, entry, self._now())
-            elif granted.exception() is None:
-                self.release(entry, granted.result())
-            raise
-        return granted.result()
+    def wait(self, entry: Entry, reason: Unavailable) -> None:
+        """End the turn of a request that found no workers because of `reason`."""
+        model, now = self._models[entry.request.model], self._now()
+        self._release_slot(model, entry)
+        if isinstance(reason, NoRoom):
+            model.missing = None
+            entry.waits_for_adapter = isinstance(reason, NoAdapterSlot)
+        else:
+            if model.missing is None:
+                model.missing_since = now
+            model.missing = copy(reason)  # its traceback would keep the request
+        if not entry.is_queued:
+            self._push(model, entry, now)
+        model.queue.block(entry)
+        self._offer_all()
+
+    def admit(self, entry: Entry) -> None:
+        """End the turn of a request that has reserved workers."""
+        name = entry.request.model
+        model = self._models[name]
+        model.missing = None
+        if entry.is_queued:
+            now = self._now()
+            model.in_turn = None
+            model.queue.admitted(entry)
+            model.rate.admitted(entry.work_tokens, now)
+            self._dequeued(model, entry, now)
+            # Models that admitted a request go to the end, so that none takes all the capacity.
+            self._models[name] = self._models.pop(name)
+            self._offer_all()
+
+    def leave(self, entry: Entry, *, is_rejected: bool) -> None:
+        """Release the slot of a request, or its place in the queue. A rejected one gets its charge
+        back."""
+        model, now = self._models[entry.request.model], self._now()
+        if is_rejected:
+            entry.account.refund(entry.work_tokens, entry.request.sampling.n)
+        else:
+            entry.account.leave(now - entry.arrived, entry.request.sampling.n)
+        if entry.is_queued:
+            model.queue.remove(entry)
+            self._dequeued(model, entry, now)
+        if entry.has_slot:
+            self._release_slot(model, entry)
+            self.wake_soon()
+        else:
+            self._offer(model)  # requests behind it may fit
 
     def _timeout_s(self, model: _Model, entry: Entry, now: float) -> float:
-        """Return for how long a queued request waits before it looks again. Reject it if it is too
-        late for it, or if there were no workers for too long."""
+        """Return the seconds until the next check of a queued request. Raises an error if it would
+        be late, or if there were no workers for too long."""
         patience_s = self._limits.queue_timeout_s
-        missing, since = model.unavailable, now
+        missing, since = model.missing, now
         looks_at = now + max(MIN_CHECK_S, patience_s)
         if missing is not None:
-            since = max(entry.arrived, model.unavailable_since)
+            since = max(entry.arrived, model.missing_since)
             looks_at = since + patience_s
         until = min(entry.latest_start, entry.deadline, looks_at)
         if now < until:
             return until - now
         if now >= entry.deadline:
-            late: PdserveError = DeadlineExceeded(
-                "the deadline passed while the request was queued"
-            )
-        elif now >= entry.latest_start or missing is None:
-            late = self._late(model, entry, now - entry.latest_start, now)
-        else:
-            late = Unavailable(
-                f"{missing.message}; waited {now - since:.0f} s for a worker",
-                retry_after_s=missing.retry_after_s or UNAVAILABLE_RETRY_AFTER_S,
-                reason=missing.reason,
-            )
-        self._reject(model, entry, late, now)
-        return 0.0
+            raise DeadlineExceeded("the deadline passed while the request was queued")
+        if now >= entry.latest_start or missing is None:
+            raise self._late(model, entry, now - entry.latest_start, now)
+        raise Unavailable(
+            f"{missing.message}; waited {now - since:.0f} s for a worker",
+            retry_after_s=missing.retry_after_s or UNAVAILABLE_RETRY_AFTER_S,
+            reason=missing.reason,
+        )
 
     def wake(self) -> None:
-        """Admit queued requests. Call when workers or capacity may have come; models take turns."""
+        """Offer turns to queued requests. Call when workers or capacity may be free."""
         self._wakes_soon = False
-        waiting = [name for name, model in self._models.items() if len(model.queue)]
-        for name in waiting:
-            self._models[name].blocked = []
-        while waiting:
-            waiting = [name for name in waiting if self._advance(self._models[name])]
-            for name in waiting:
-                self._models[name] = self._models.pop(name)
+        for model in self._models.values():
+            model.queue.unblock(after_scan=model.in_turn is not None)
+        self._offer_all()
 
     def wake_soon(self) -> None:
-        """Call `wake` once at the end of this turn of the event loop."""
+        """Schedule one `wake` for the next event loop iteration. Many releases in one frame then
+        cause a single scan of the queues."""
         if not self._wakes_soon and self.queued:
             self._wakes_soon = True
             asyncio.get_running_loop().call_soon(self._wake)
@@ -237,24 +270,18 @@ class AdmissionController:
         if self._wakes_soon:
             self.wake()
 
-    def _enter(
-        self,
-        request: GenerateRequest,
-        try_reserve: Callable[[], Reservation | None],
-        kv_tokens: int,
-        now: float,
-    ) -> Entry:
-        """Charge a new request to its tenant."""
+    def _charged(self, request: GenerateRequest, kv_tokens: int, now: float) -> Entry:
+        """Charge a new request to its tenant and return its entry. Raises Overloaded if a limit of
+        the tenant is exceeded."""
         prompt_tokens, sampling = len(request.prompt_token_ids), request.sampling
         work_tokens = prompt_tokens + sampling.n * min(sampling.max_tokens, PREDICTED_OUTPUT_TOKENS)
         latest_start, late_reason = self._latest_start(request, now)
         account = self.tenants[request.tenant]
-        account.enter(work_tokens, now)
+        account.enter(work_tokens, now, sampling.n)
         return Entry(
             request=request,
             account=account,
             arrived=now,
-            try_reserve=try_reserve,
             work_tokens=work_tokens,
             kv_tokens=kv_tokens,
             latest_start=latest_start,
@@ -273,7 +300,8 @@ class AdmissionController:
         limit_s = self._limits.max_ttft_s
         has_slo = request.service_class is ServiceClass.INTERACTIVE and not request.resume
         if limit_s and has_slo:
-            # A retry cannot make a long prompt shorter: it may wait as long as its prefill takes.
+            # A prompt whose prefill alone exceeds the limit would be rejected at every retry. So it
+            # may wait as long as its prefill takes.
             slack_s = max(limit_s - estimate.wait_s - estimate.prefill_s, estimate.prefill_s)
             if now + slack_s < latest:
                 return now + slack_s, Refusal.SLO_UNREACHABLE
@@ -299,13 +327,11 @@ class AdmissionController:
         if now + wait_s > entry.latest_start:
             raise self._late(model, entry, now + wait_s - entry.latest_start, now)
         limit = self._limits.max_queued_requests
-        kept = model.promises.kept_from(entry.identity, now) if model.promises else 0
         share = math.ceil(self.tenants.share(entry.request.tenant) * limit)
-        is_full = self.queued + min(kept, int(KEPT_SHARE * limit)) >= limit
-        if not is_full and self._queued_of_tenant[entry.request.tenant] < share:
+        if self.queued < limit and self._queued_of_tenant[entry.request.tenant] < share:
             return
         has_slots = self.running < self._most_running
-        retry_after_s = model.promises.make(entry.identity, model.rate.interval_s(now), now)
+        retry_after_s = model.rate.retry_after_s(now)
         raise Overloaded(
             f"{self.running} requests are running and {self.queued} are queued"
             f"{' for KV cache space' if has_slots else ''}; retry in {retry_after_s:.0f} s",
@@ -314,8 +340,7 @@ class AdmissionController:
         )
 
     def _late(self, model: _Model, entry: Entry, late_s: float, now: float) -> PdserveError:
-        retry_after_s = model.promises.make(entry.identity, model.rate.interval_s(now), now)
-        retry_after_s = max(retry_after_s, float(math.ceil(late_s)))
+        retry_after_s = max(model.rate.retry_after_s(now), float(math.ceil(late_s)))
         kind: type[PdserveError] = Unavailable
         by = f"{late_s:.2f} s" if late_s >= 0.01 else "just"
         told = f"the answer is predicted {by} after its deadline"
@@ -325,26 +350,11 @@ class AdmissionController:
         return kind(text, retry_after_s=retry_after_s, reason=entry.late_reason)
 
     def _push(self, model: _Model, entry: Entry, now: float) -> None:
+        self._check_queue(model, entry, now)
         model.queue.push(entry)
         model.rate.set_backlog(True, now)
         self.queued += 1
         self._queued_of_tenant[entry.request.tenant] += 1
-        # It may fit where those before it do not.
-        if self._has_slot(entry) and not any(map(entry.is_behind, model.blocked)):
-            self._advance(model)
-
-    def _reject(self, model: _Model, entry: Entry, error: PdserveError, now: float) -> None:
-        """Take a request out of the queue; its waiting task raises `error`."""
-        entry.account.refund(entry.work_tokens)
-        self._remove(model, entry, now)
-        entry.granted.set_exception(error)
-
-    def _remove(self, model: _Model, entry: Entry, now: float) -> None:
-        """Take a request that was not admitted out of the queue."""
-        model.queue.remove(entry)
-        self._dequeued(model, entry, now)
-        if entry in model.blocked:
-            self.wake_soon()  # those behind it may fit
 
     def _dequeued(self, model: _Model, entry: Entry, now: float) -> None:
         self.queued -= 1
@@ -352,56 +362,29 @@ class AdmissionController:
         if not len(model.queue):
             model.rate.set_backlog(False, now)
 
-    def _advance(self, model: _Model) -> bool:
-        """Admit or reject at most one queued request. Return False if none could go."""
-        now = self._now()
-        model.blocked = []
-        if self.running >= self._most_running:
-            return False
-        for entry in model.queue.in_order(with_batch=self._has_batch_slot):
-            if any(map(entry.is_behind, model.blocked)):
-                continue
-            try:
-                reservation = self._try(model, entry, now)
-            except PdserveError as error:
-                self._reject(model, entry, error, now)
-                return True
-            if reservation is not None:
-                for other in model.blocked:
-                    other.passed += bool(entry.request.adapter_key or not other.waits_for_adapter)
-                model.queue.admitted(entry)
-                model.rate.admitted(entry.work_tokens, now)
-                self._dequeued(model, entry, now)
-                self._admitted(entry)
-                entry.granted.set_result(reservation)
-                return True
-            model.blocked.append(entry)
-            waiting = sum(x.waits_for_adapter for x in model.blocked)
-            is_over = waiting == SCAN_ADAPTERS or len(model.blocked) - waiting == SCAN_TRIES
-            if is_over or (entry.is_passed and not entry.waits_for_adapter):
-                break
-        return False
+    def _offer_all(self) -> None:
+        for model in self._models.values():
+            self._offer(model)
 
-    def _try(self, model: _Model, entry: Entry, now: float) -> Reservation | None:
-        try:
-            reservation = entry.try_reserve()
-        except Unavailable as error:
-            if model.unavailable is None:
-                model.unavailable_since = now
-            model.unavailable = error
-            return None
-        model.unavailable = None
-        entry.waits_for_adapter = reservation is None and not entry.has_adapter_slot()
-        return reservation
+    def _offer(self, model: _Model) -> None:
+        """Give the next queued request of a model its turn, if there is a slot for it."""
+        if model.in_turn is not None or not len(model.queue) or self.running >= self._most_running:
+            return
+        entry = model.queue.next_turn(with_batch=self._has_batch_slot)
+        if entry is not None:
+            model.in_turn = entry
+            self._give_slot(entry)
 
-    def _admitted(self, entry: Entry) -> None:
+    def _give_slot(self, entry: Entry) -> None:
+        entry.has_slot = True
         self.running += 1
         self._running_batch += entry.is_batch
+        if entry.turn is not None and not entry.turn.done():
+            entry.turn.set_result(None)
 
-    def release(self, entry: Entry, reservation: Reservation) -> None:
-        """Give back the slot of an admitted request."""
-        reservation.release()
+    def _release_slot(self, model: _Model, entry: Entry) -> None:
+        entry.has_slot = False
         self.running -= 1
         self._running_batch -= entry.is_batch
-        entry.account.leave(self._now() - entry.arrived)
-        self.wake_soon()
+        if model.in_turn is entry:
+            model.in_turn = None

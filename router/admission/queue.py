@@ -1,5 +1,8 @@
 """Order in which the queued requests of one model are admitted, and how fast. No I/O, no clock.
 
+The first request in order gets a turn to reserve workers. One that finds no capacity is blocked,
+and a smaller one behind it gets the next turn.
+
 1. Interactive requests go before batch requests. After INTERACTIVE_RUN interactive requests in a
    row, one batch request goes first.
 2. Within a class, tenants share by weight: start-time fair queueing over predicted tokens (Goyal,
@@ -14,14 +17,14 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from pdserve.errors import Refusal
+from pdserve.errors import Refusal, Unavailable
 from pdserve.types import ServiceClass
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pdserve.types import GenerateRequest
     from router.admission.tenants import Tenant
@@ -29,16 +32,15 @@ if TYPE_CHECKING:
 INTERACTIVE_RUN = 8
 # A request that finds no capacity is passed by at most this many that do.
 MAX_PASSES = 16
+# Blocked requests after which no further one gets a turn: each turn runs the placement policy.
+# Those that wait for a slot of their LoRA adapter count separately: they block only requests like
+# themselves.
+MAX_BLOCKED = 4
+MAX_BLOCKED_BY_ADAPTER = 16
 RATE_WINDOW = 64
 RATE_MIN_SAMPLES = 8
 DEFAULT_RETRY_AFTER_S = 1.0  # while no rate was measured
 MAX_RETRY_AFTER_S = 600.0
-# Retries get this share of the measured rate, new requests the rest.
-RETRY_SHARE = 0.7
-# A place in the queue is kept for a rejected client from a second before until a second after the
-# time that it was told.
-KEPT_S = 1.0
-MAX_PROMISES = 4096
 # A queued request is due this long after its arrival, so that short prompts go first but long ones
 # are not starved.
 DUE_S_PER_PROMPT_TOKEN = 0.001
@@ -46,35 +48,37 @@ DUE_S_PER_PROMPT_TOKEN = 0.001
 _rank = attrgetter("rank")
 
 
-class Reservation(Protocol):
-    """Capacity held by a request. Releasing again does nothing."""
+class NoRoom(Unavailable):
+    """The workers have no room for a request now, but will have."""
 
-    def release(self) -> None: ...
+
+class NoAdapterSlot(NoRoom):
+    """The workers run their maximum of other LoRA adapters."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
     """A request from its arrival until its slot is released.
 
-    `work_tokens` are the tokens it is predicted to compute, `kv_tokens` the most it can come to
-    hold, `passed` how many requests took before it what it waits for although it was their turn
-    later. `waits_for_adapter`: it found no slot for its LoRA adapter, which others do not need.
-    Admitted after `latest_start` it would break its deadline or its SLO, which `late_reason` tells
-    apart.
+    `work_tokens`: predicted tokens to compute. `kv_tokens`: the most KV it may hold, in tokens.
+    `passed`: how many later requests were admitted before it. `waits_for_adapter`: it found no slot
+    for its LoRA adapter. A request that is admitted after `latest_start` breaks its deadline or its
+    SLO; `late_reason` says which. `has_slot`: it has its turn, or runs. `turn` is done when its
+    turn has come.
     """
 
     request: GenerateRequest
     account: Tenant
     arrived: float
-    try_reserve: Callable[[], Reservation | None]
-    granted: asyncio.Future[Reservation] = field(init=False)  # once it is queued
     work_tokens: int = 1
     kv_tokens: int = 0
     latest_start: float = math.inf
     late_reason: Refusal = Refusal.DEADLINE_UNREACHABLE
     passed: int = 0
     waits_for_adapter: bool = False
-    has_adapter_slot: Callable[[], bool] = lambda: True
+    is_queued: bool = False
+    has_slot: bool = False
+    turn: asyncio.Future[None] | None = None
     rank: tuple[int, float, int] = (0, 0.0, 0)
 
     def rank_at(self, arrival: int) -> tuple[int, float, int]:
@@ -94,14 +98,9 @@ class Entry:
     def is_batch(self) -> bool:
         return self.request.service_class is ServiceClass.BATCH
 
-    @property
-    def identity(self) -> int:
-        """The same number if a client sends the same request again."""
-        request = self.request
-        return hash((request.tenant, request.prompt_token_ids, request.sampling.max_tokens))
-
     def is_behind(self, other: Entry) -> bool:
-        """Return True if it cannot or must not be placed while `other` cannot be."""
+        """Return True if this request cannot, or must not, be placed while `other` waits."""
+        # A smaller request may fit where `other` does not, so it need not wait behind it.
         if other.waits_for_adapter:
             adapter = self.request.adapter_key
             return adapter == other.request.adapter_key or bool(adapter and other.is_passed)
@@ -109,14 +108,14 @@ class Entry:
 
     @property
     def is_passed(self) -> bool:
-        """True if no other may take any more what it waits for."""
+        """True if no later request may be admitted before this one any more."""
         return self.passed >= MAX_PASSES
 
 
 @dataclass(slots=True)
 class _Line:
-    """A tenant's requests of one class, by rank. The first one starts at the virtual time
-    `start`."""
+    """Queued requests of one tenant and class, in order of rank. `start`: virtual start time of the
+    first one."""
 
     weight: float
     start: float = 0.0
@@ -128,10 +127,15 @@ class _Line:
 
 
 class ModelQueue:
-    """Queue of one model."""
+    """Queued requests of one model, by class and tenant. `_blocked`: those that found no capacity
+    since the last `unblock`. `_is_scanned`: no other one may have a turn until then, unless
+    `_scans_again`."""
 
     def __init__(self) -> None:
         self._size = 0
+        self._blocked: list[Entry] = []
+        self._is_scanned = False
+        self._scans_again = False
         self._run = 0  # interactive requests admitted since the last batch request
         self._arrivals = count()
         self._virtual = dict.fromkeys(ServiceClass, 0.0)
@@ -152,19 +156,32 @@ class ModelQueue:
             # A tenant earns no credit while it has nothing queued.
             line.start = max(self._virtual[request.service_class], line.start)
         insort(line.entries, entry, key=_rank)
+        entry.is_queued = True
         self._size += 1
+        # It may fit where the requests before it do not.
+        self._is_scanned &= any(map(entry.is_behind, self._blocked))
 
     def remove(self, entry: Entry) -> None:
         """Remove a request that gave up or was rejected."""
+        if entry in self._blocked:
+            # Those behind it may fit.
+            self._blocked.remove(entry)
+            self._is_scanned = False
         kind, lines = entry.request.service_class, self._lines[entry.request.service_class]
         entries = lines[entry.request.tenant].entries
         del entries[bisect_left(entries, entry.rank, key=_rank)]
+        entry.is_queued = False
         self._size -= 1
         if not any(line.entries for line in lines.values()):
             self._virtual[kind] = max(line.start for line in lines.values())
 
     def admitted(self, entry: Entry) -> None:
         """Remove a request that was admitted, and charge its tenant."""
+        for other in takewhile(lambda x: x is not entry, self.in_order()):
+            # A request without an adapter takes nothing from those that wait for the slot of
+            # theirs. So it may pass them any number of times.
+            if other in self._blocked:
+                other.passed += bool(entry.request.adapter_key or not other.waits_for_adapter)
         kind = entry.request.service_class
         self._virtual[kind] = max(self._virtual[kind], self._waiting(kind)[0].start)
         line = self._lines[kind][entry.request.tenant]
@@ -183,8 +200,47 @@ class ModelQueue:
             for line in self._waiting(service_class):
                 yield from line.entries
 
+    def next_turn(self, *, with_batch: bool = True) -> Entry | None:
+        """Return the first request that may fit. Return None if all are blocked or behind one that
+        is, or enough are blocked."""
+        if self._is_scanned:
+            return None
+        entry = self._scan(with_batch=with_batch)
+        if entry is None and self._scans_again:
+            self.unblock()
+            entry = self._scan(with_batch=with_batch)
+        self._is_scanned = entry is None
+        return entry
+
+    def _scan(self, *, with_batch: bool) -> Entry | None:
+        blocked: list[Entry] = []
+        for entry in self.in_order(with_batch=with_batch):
+            if entry in self._blocked:
+                blocked.append(entry)
+                by_adapter = sum(x.waits_for_adapter for x in blocked)
+                others = len(blocked) - by_adapter
+                if by_adapter == MAX_BLOCKED_BY_ADAPTER or others == MAX_BLOCKED:
+                    break
+                if entry.is_passed and not entry.waits_for_adapter:
+                    break
+            elif not any(map(entry.is_behind, blocked)):
+                return entry
+        return None
+
+    def block(self, entry: Entry) -> None:
+        """Record that a queued request found no capacity in its turn."""
+        self._blocked.append(entry)
+
+    def unblock(self, *, after_scan: bool = False) -> None:
+        """Let blocked requests have a turn again: there may be more capacity. `after_scan`: when
+        the requests after them have had theirs, however often the capacity changes meanwhile."""
+        self._scans_again = after_scan
+        if not after_scan:
+            self._blocked, self._is_scanned = [], False
+
     def work_before(self, entry: Entry) -> float:
-        """Return the tokens of its class that are admitted before `entry` if it came now."""
+        """Return the tokens of its class that would be admitted before `entry` if it were queued
+        now."""
         mine = self._lines[entry.request.service_class].get(entry.request.tenant)
         if mine is None:
             return 0.0
@@ -202,6 +258,7 @@ class AdmissionRate:
         self._count = 0
         self._mean_s = self._mean_tokens = 0.0
         self._since: float | None = None  # of the last admission, or of the backlog
+        self._last_retry = 0.0
 
     def set_backlog(self, has_backlog: bool, now: float) -> None:
         if not has_backlog:
@@ -230,36 +287,9 @@ class AdmissionRate:
         interval_s = self.interval_s(now)
         return None if interval_s is None else work_tokens / self._mean_tokens * interval_s
 
-
-class Promises:
-    """Times at which rejected clients were told to retry, by request, the earliest first."""
-
-    def __init__(self) -> None:
-        self._due: dict[int, float] = {}
-        self._last = 0.0
-
-    def make(self, request: int, interval_s: float | None, now: float) -> float:
-        """Return the seconds after which there is a place in the queue for this client after all
-        that were told before. The place is kept."""
-        interval_s = (interval_s or DEFAULT_RETRY_AFTER_S) / RETRY_SHARE
-        self._last = min(max(self._last, now) + interval_s, now + MAX_RETRY_AFTER_S)
-        wait_s = float(max(1, math.ceil(self._last - now)))
-        self._due.pop(request, None)
-        if len(self._due) < MAX_PROMISES:
-            self._due[request] = now + wait_s
-        return wait_s
-
-    def kept_from(self, request: int, now: float) -> int:
-        """Return the places that are kept for others now: none if one is kept for `request`, which
-        uses it up."""
-        for other, due in list(self._due.items()):
-            if due >= now - KEPT_S:
-                break
-            del self._due[other]
-        if self._due.get(request, math.inf) <= now + KEPT_S:
-            del self._due[request]
-            return 0
-        return sum(1 for _ in takewhile(lambda due: due <= now + KEPT_S, self._due.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._due)
+    def retry_after_s(self, now: float) -> float:
+        """Return the Retry-After of one more rejected request, in whole seconds: one interval after
+        the retry of the request that was rejected before, so that not all retry at once."""
+        interval_s = self.interval_s(now) or DEFAULT_RETRY_AFTER_S
+        self._last_retry = min(max(self._last_retry, now) + interval_s, now + MAX_RETRY_AFTER_S)
+        return float(max(1, math.ceil(self._last_retry - now)))

@@ -1,1 +1,1 @@
-"""The public APIs of the router: OpenAI-compatible HTTP, and gRPC."""
+"""The router's public APIs: HTTP (OpenAI's and Anthropic's) and gRPC."""

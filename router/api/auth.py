@@ -1,10 +1,10 @@
-"""API keys of tenants and administrators. No key is kept, logged or repeated."""
+"""API keys of tenants and administrators. Only digests are kept; no key is logged or sent back."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.config import AccessConfig
+from pdserve.config import AccessConfig, is_exposed
 from pdserve.errors import PermissionDenied, Unauthenticated
 from pdserve.security.keys import digest_in, digest_of
 
@@ -15,19 +15,26 @@ if TYPE_CHECKING:
 
 
 class Keys:
-    """Digests of all keys. Without tenants, everyone is let in as tenant "": `is_open`. Without any
-    way to authenticate, everyone is an administrator: `admin_is_open`."""
+    """Digests of all API keys. `is_open`: no tenants are configured, and every client is tenant "".
+    `admin_is_open`: no client can authenticate over HTTP as an administrator either, so every
+    client on this machine is one."""
 
     def __init__(
-        self, tenants: Iterable[TenantConfig] = (), access: AccessConfig | None = None
+        self,
+        tenants: Iterable[TenantConfig] = (),
+        access: AccessConfig | None = None,
+        *,
+        http_host: str = "localhost",
     ) -> None:
         access = access or AccessConfig()
         tenants = tuple(tenants)
         self.is_open = not tenants
-        # How long a look-up takes tells something of a digest, which tells nothing of a key.
+        # A plain dictionary is safe: the time of a lookup may reveal a part of a digest, but a
+        # digest reveals nothing about its key.
         self._tenants = {digest_in(text): x.name for x in tenants for text in x.keys}
         self._admins = {digest_in(text) for text in access.admin_keys}
-        self.admin_is_open = self.is_open and not access.asks_for_roles
+        self._is_exposed = is_exposed(http_host)
+        self.admin_is_open = self.is_open and not (access.admin_keys or access.tls.is_mutual)
 
     def tenant_of(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header. Raises Unauthenticated."""
@@ -39,9 +46,14 @@ class Keys:
         return tenant
 
     def check_admin(self, authorization: str | None) -> None:
-        """Raises Unauthenticated or PermissionDenied."""
-        if not self.admin_is_open and _digest(authorization) not in self._admins:
-            raise PermissionDenied("a key of router.access.admin_keys is required")
+        """Check for an administrator's key. Raises Unauthenticated or PermissionDenied."""
+        keys = "router.access.admin_keys"
+        if self.admin_is_open:
+            if self._is_exposed:
+                text = "needs keys where other machines can reach router.http_host"
+                raise PermissionDenied(f"this {text}: set {keys}")
+        elif _digest(authorization) not in self._admins:
+            raise PermissionDenied(f"a key of {keys} is required")
 
 
 def _digest(authorization: str | None) -> bytes:

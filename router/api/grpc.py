@@ -7,76 +7,66 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.unknown_fields import UnknownFieldSet
-
-from pdserve import deadline, rpc, wire
+from pdserve import wire
 from pdserve.errors import (
     DeadlineExceeded,
     InternalError,
-    InvalidRequest,
     ModelNotFound,
     PdserveError,
-    UnknownField,
     wait_s,
 )
-from pdserve.tokenizer import ChatMessage, Conversation
-from pdserve.types import ServiceClass
+from pdserve.net import deadline, rpc
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
-from router.answer import ParsedDelta, served
-from router.api import openai
 from router.api.auth import EVERYONE
-from router.api.bodies import encode, read
+from router.api.body_process import GENERATE, put_prompts
+from router.api.dialects.fields import check_rest
+from router.api.grpc_requests import read_request
 from router.api.open_requests import END_S
-from router.api.preprocess import (
-    CHAT_ROLES,
-    OPEN_ENDED,
-    ParsedRequest,
-    check_request_id,
-    new_request_id,
-)
+from router.request.answer import ParsedDelta, served
 
 if TYPE_CHECKING:
     import grpc
-    from google.protobuf.message import Message
 
     from pdserve.types import GenerateRequest
-    from router.answer import AnswerDelta, Generates
+    from router.admission import Door
     from router.api.auth import Keys
+    from router.api.body_process import LargeBodies
     from router.api.open_requests import OpenRequests
-    from router.api.preprocess import Preprocessor, Prompt
+    from router.api.preprocess import ParsedRequest, Preprocessor
+    from router.request.answer import AnswerDelta, Generates
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
-# Deltas that may wait for a client that reads slower than its answer is made.
+# Deltas queued at most for a client that reads slower than they are generated.
 MAX_UNSENT_DELTAS = 2048
-_CHOICES = {
-    g.TOOL_CHOICE_UNSPECIFIED: "auto",
-    g.TOOL_CHOICE_AUTO: "auto",
-    g.TOOL_CHOICE_NONE: "none",
-    g.TOOL_CHOICE_REQUIRED: "required",
-}
 
 
-class Generation(GenerationServicer):
-    """The RPC's deadline is the request's. Cancelling the RPC cancels the request."""
+class GenerationService(GenerationServicer):
+    """Servicer of the gRPC API. The RPC's deadline is the request's. Cancelling the RPC cancels the
+    request."""
 
     def __init__(
         self,
         generator: Generates,
         preprocessor: Preprocessor,
         open_requests: OpenRequests,
+        *,
+        door: Door,
+        large: LargeBodies,
         keys: Keys = EVERYONE,
     ) -> None:
         self._generator = generator
         self._preprocessor = preprocessor
         self._open_requests = open_requests
+        self._door = door
+        self._large = large
         self._keys = keys
 
-    # Responses are written, not yielded: a generator that waits at a yield when its RPC is
-    # cancelled is left to the garbage collector, with all that the request holds.
+    # Responses are written, not yielded: if an RPC is cancelled, grpc leaves a generator that is
+    # suspended at a yield to the garbage collector, with everything that the request holds.
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: g.GenerateRequest, context: Context
     ) -> None:
@@ -97,21 +87,42 @@ class Generation(GenerationServicer):
                 if adapter is None or request.model not in ("", adapter.model):
                     text = f"adapter {name!r} of model {request.model!r} is not served"
                     raise ModelNotFound(text, field="adapter")
-            made = await self._preprocessor.prepare(
-                read_request(request, timeout_s=context.time_remaining()),
-                tenant=tenant,
-                traceparent=_metadata(context, "traceparent") or "",
-            )
+            with self._door.charge(tenant, request.ByteSize()):
+                made = await self._preprocessor.prepare(
+                    await self._read(request, timeout_s=context.time_remaining()),
+                    tenant=tenant,
+                    traceparent=_metadata(context, "traceparent") or "",
+                )
             name, resumes = request.request_id, bool(made.resume)
             self._open_requests.claim(open_request, tenant, name, resumes)
             await self._answer(made, context)
+
+    async def _read(self, request: g.GenerateRequest, *, timeout_s: float | None) -> ParsedRequest:
+        if request.ByteSize() <= self._large.larger_than:
+            return read_request(request, timeout_s=timeout_s)
+        data, kind = request.SerializeToString(), request.WhichOneof("prompt")
+        if kind is not None:
+            request.ClearField(kind)
+            check_rest(request.ByteSize())
+        done = await self._large.read(GENERATE, data, request.adapter or request.model)
+        match kind:  # a placeholder prompt: some fields are valid with one kind of prompt only
+            case "messages":
+                request.messages.messages.add(role="user", content="-")
+            case "token_ids":
+                request.token_ids.ids.append(0)
+            case _:
+                request.text = "-"
+        parsed = read_request(request, timeout_s=timeout_s)
+        put_prompts([parsed], done)
+        return parsed
 
     async def _answer(self, made: GenerateRequest, context: Context) -> None:
         queue = _SendQueue()
         serving = asyncio.create_task(self._generator.serve(made, queue))
         serving.add_done_callback(lambda _: queue.close())
         writing = asyncio.create_task(_write_all(queue, made.request_id, context))
-        # A write to a client that is gone fails, and nobody asks for it any more.
+        # A write to a client that has left fails. Without this, asyncio logs an exception that was
+        # never retrieved.
         writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait({serving, writing}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +137,7 @@ class Generation(GenerationServicer):
         finally:
             serving.cancel()
             await asyncio.wait({serving})
-            # What was written before the end goes out; gRPC does not bear a cancelled write well.
+            # Send the queued deltas first: gRPC does not handle a cancelled write well.
             await asyncio.wait({writing}, timeout=END_S)
             writing.cancel()
 
@@ -151,7 +162,7 @@ class Generation(GenerationServicer):
 
 
 class _SendQueue:
-    """Deltas of one answer that were not written yet."""
+    """Deltas of one answer that are not written yet."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
@@ -159,7 +170,7 @@ class _SendQueue:
         self.read = self._queue.get
 
     def write(self, delta: AnswerDelta) -> bool:
-        """Return False if the client is too far behind."""
+        """Queue a delta. Return False if the client is too far behind."""
         self._queue.put_nowait(delta)
         return self._queue.qsize() <= MAX_UNSENT_DELTAS
 
@@ -170,7 +181,7 @@ async def _write_all(queue: _SendQueue, request_id: str, context: Context) -> No
 
 
 async def _abort(context: Context, error: PdserveError) -> None:
-    # gRPC keeps the status for a client that does not read; nothing is held for it here.
+    # A client may not read. gRPC keeps the status for it; the router waits no longer than END_S.
     try:
         async with asyncio.timeout(END_S):
             await rpc.abort(context, error)
@@ -183,128 +194,6 @@ def _metadata(context: Context, name: str) -> str | None:
         if key == name and isinstance(value, str):
             return value
     return None
-
-
-def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> ParsedRequest:
-    """Raises InvalidRequest naming the field."""
-    refuse_unknown_fields(request)
-    prompt, prompt_field = _prompt(request)
-    request_id = request.request_id
-    if request_id:
-        check_request_id(request_id, field="request_id")
-    options: dict[str, Any] = {}
-    if isinstance(prompt, Conversation):
-        prompt.tools, options = _tools(request)
-        if request.HasField("enable_thinking"):
-            prompt.variables = {"enable_thinking": request.enable_thinking}
-        if request.HasField("include_reasoning"):
-            options["include_reasoning"] = request.include_reasoning
-    elif request.tools:
-        raise InvalidRequest("tools need messages", field="tools")
-    return ParsedRequest(
-        model=request.adapter or request.model,
-        prompt=prompt,
-        sampling=wire.sampling_from_pb(request.sampling, default_max_tokens=OPEN_ENDED),
-        request_id=request_id or new_request_id("gen-"),
-        timeout_s=timeout_s,
-        prompt_field=prompt_field,
-        priority=request.priority,
-        service_class=_service_class(request.service_class),
-        resume=tuple(request.resume_token_ids),
-        given={field.name for field, _ in request.sampling.ListFields()},
-        cache_salt=request.cache_salt,
-        parsing_options=options,
-    )
-
-
-def _tools(request: g.GenerateRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return tools and options as the HTTP API reads them, from the fields of its JSON."""
-    tools = []
-    for i, tool in enumerate(request.tools):
-        function: dict[str, Any] = {"name": tool.name}
-        if tool.description:
-            function["description"] = tool.description
-        if tool.parameters_json:
-            at = f"tools[{i}].parameters_json"
-            function["parameters"] = openai.read_object(tool.parameters_json, at)
-        if tool.HasField("strict"):
-            function["strict"] = tool.strict
-        tools.append({"type": "function", "function": function})
-    choice: Any = _CHOICES.get(request.tool_choice)
-    if request.tool_choice == g.TOOL_CHOICE_NAMED:
-        choice = {"type": "function", "function": {"name": request.tool_name}}
-    elif choice is None or request.tool_name:
-        field = "tool_choice" if choice is None else "tool_name"
-        raise InvalidRequest(f"{field} has a value that is not defined", field=field)
-    parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None
-    fields = {"tools": tools or None, "tool_choice": choice, "parallel_tool_calls": parallel}
-    body = read(openai.ToolFields, encode(fields))
-    return openai.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-
-
-def _prompt(request: g.GenerateRequest) -> tuple[Prompt, str]:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return request.text, "text"
-        case "token_ids":
-            return tuple(request.token_ids.ids), "token_ids"
-        case "messages":
-            return _messages(request.messages), "messages"
-        case _:
-            raise InvalidRequest("one of text, messages or token_ids is required", field="prompt")
-
-
-def _service_class(number: g.ServiceClass) -> ServiceClass:
-    if number == g.SERVICE_CLASS_UNSPECIFIED:
-        return ServiceClass.INTERACTIVE
-    if number not in g.ServiceClass.values():
-        raise InvalidRequest(f"unknown service_class {number}", field="service_class")
-    return ServiceClass[g.ServiceClass.Name(number).removeprefix("SERVICE_CLASS_")]
-
-
-def _messages(chat: g.ChatMessages) -> Conversation:
-    if not chat.messages:
-        raise InvalidRequest("'messages' must have at least one message", field="messages")
-    for i, message in enumerate(chat.messages):
-        if message.role not in CHAT_ROLES:
-            field = f"messages[{i}].role"
-            raise InvalidRequest(
-                f"'{field}' must be one of {', '.join(CHAT_ROLES)}, not {message.role!r}",
-                field=field,
-            )
-    return Conversation([_message(x, f"messages[{i}]") for i, x in enumerate(chat.messages)])
-
-
-def _message(message: g.ChatMessage, field: str) -> ChatMessage:
-    calls = [
-        openai.ToolCall(openai.CalledFunction(x.name, x.arguments), x.id).parse(
-            f"{field}.tool_calls[{i}]"
-        )
-        for i, x in enumerate(message.tool_calls)
-    ]
-    return ChatMessage(
-        message.role,
-        message.content,
-        reasoning=message.reasoning or None,
-        tool_calls=calls,
-        tool_call_id=message.tool_call_id or None,
-    )
-
-
-def refuse_unknown_fields(message: Message, at: str = "") -> None:
-    """Raises UnknownField for a field of newer protos: what it asks for would not happen."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        number = unknown[0].field_number
-        raise UnknownField(
-            f"{message.DESCRIPTOR.full_name} has no field number {number}", field=f"{at}{number}"
-        )
-    for descriptor, value in message.ListFields():
-        kind = descriptor.message_type
-        if kind is None or kind.GetOptions().map_entry:
-            continue
-        for item in value if descriptor.is_repeated else (value,):
-            refuse_unknown_fields(item, f"{at}{descriptor.name}.")
 
 
 def response_of(request_id: str, delta: AnswerDelta) -> g.GenerateResponse:

@@ -1,4 +1,4 @@
-"""Requests that HTTP and gRPC are answering, so that a stop can wait for them and then end them."""
+"""Open requests of the HTTP and gRPC APIs. A stop waits for them, then ends them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pdserve.errors import Conflict, Unavailable
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
+    from router.admission.memory import MemoryGuard
 
-# For a request that is ended to tell its client so.
+# Time for an ended request to send its error to the client.
 END_S = 1.0
 
 
 class OpenRequest:
-    """One request, answered by one task, as long as that is in this context. `error` is set if
-    somebody else ended it, `claimed` if it has an idempotency key."""
+    """One request, open while its task is in this context. `error`: set if another task ended it.
+    `claimed`: tenant and idempotency key, if it has one."""
 
     def __init__(self, requests: OpenRequests, task: asyncio.Task[Any]) -> None:
         self._requests, self._task = requests, task
@@ -29,7 +30,7 @@ class OpenRequest:
 
     def __exit__(self, _: object, raised: BaseException | None, *__: object) -> None:
         self._requests.leave(self)
-        # As in asyncio.timeout: a cancellation from elsewhere stays one.
+        # As in asyncio.timeout: a cancellation that did not come from `end` propagates.
         is_cancelled = isinstance(raised, asyncio.CancelledError) and self.error is not None
         if is_cancelled and self._task.uncancel() <= self._cancelling:
             assert self.error is not None
@@ -43,9 +44,11 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """State: the open requests, those with an idempotency key, and whether the router stops."""
+    """State: the open requests, those with an idempotency key, and whether the router is stopping.
+    `memory` refuses new requests if memory is nearly full."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryGuard | None = None) -> None:
+        self._memory = memory
         self._open: set[OpenRequest] = set()
         self._claimed: dict[tuple[str, str], OpenRequest] = {}
         self._idle = asyncio.Event()
@@ -62,8 +65,8 @@ class OpenRequests:
             raise _stopping()
 
     def enter(self) -> OpenRequest:
-        """Answer a request in the current task. Raises Unavailable once the router is stopping."""
-        self.check_open()
+        """Open a request that the current task answers. Raises as `check_new` does."""
+        self.check_new()
         task = asyncio.current_task()
         assert task is not None
         request = OpenRequest(self, task)
@@ -79,9 +82,10 @@ class OpenRequests:
             self._idle.set()
 
     def claim(self, request: OpenRequest, tenant: str, key: str, resumes: bool) -> None:
-        """Make this the tenant's only open request with the idempotency key `key`, if it has one.
+        """Claim the idempotency key `key` for a request; "" is no key.
 
-        A request that resumes ends the other one. Raises Conflict for one that does not.
+        If another open request of the tenant has the key, a request that resumes ends that one.
+        Otherwise raises Conflict.
         """
         if not key:
             return
@@ -89,9 +93,21 @@ class OpenRequests:
         if other is not None:
             if not resumes:
                 raise Conflict(f"request {key!r} is being answered", retry_after_s=1.0)
-            other.end(Conflict(f"request {key!r} is resumed by another connection"))
+            self.end_claimed((tenant, key))
         request.claimed = (tenant, key)
         self._claimed[request.claimed] = request
+
+    def check_new(self) -> None:
+        """Raises Unavailable as `check_open` does, and Overloaded if memory is nearly full."""
+        self.check_open()
+        if self._memory is not None and self._memory.used > self._memory.shed_above:
+            raise self._memory.refusal()
+
+    def end_claimed(self, name: tuple[str, str]) -> None:
+        """End the open request with this tenant and key, if any: its client has resumed it on
+        another connection."""
+        if (request := self._claimed.get(name)) is not None:
+            request.end(Conflict(f"request {name[1]!r} is resumed by another connection"))
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait `grace_s` for open ones, then end them with an error."""

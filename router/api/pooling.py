@@ -1,222 +1,183 @@
-"""Bodies of /v1/embeddings, /v1/score and /v1/rerank, with the fields of OpenAI, vLLM and Cohere.
-
-Scores are the cosine of two embeddings, or what a cross-encoder says of a pair, as in vLLM.
-"""
+"""Endpoints of pooling models: embeddings, scores and reranking, also as lines of a batch."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from msgspec import Meta
+from aiohttp import web
+from msgspec import Raw
 
 from pdserve.errors import PdserveError
-from pdserve.tokenizer import TextPair
 from pdserve.types import ServiceClass
-from router.api.bodies import NO_EFFECT, Body, Known, ModelName, Text, TokenId, knows, refuse
-from router.api.openai import prompts_of
-from router.api.preprocess import Truncation
+from router.api.body_process import unpack
+from router.api.dialects.embeddings import (
+    EmbeddingsRequest,
+    Inputs,
+    ScoreRequest,
+    tokenised,
+)
+from router.api.dialects.fields import encode, read, refuse
+from router.api.handling import TENANT, AnsweredLine, read_body, request_id_of
+from router.api.preprocess import Origin, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from pdserve.types import GenerateRequest, ModelInfo
-    from router.api.preprocess import Origin, Preprocessor
-    from router.pooling import Embedder
+    from pdserve.types import ModelInfo
+    from router.admission import Door
+    from router.api.body_process import LargeBodies
+    from router.api.dialects.embeddings import PoolingRequest
+    from router.api.open_requests import OpenRequests
+    from router.api.preprocess import Preprocessor
+    from router.request.pooling import Embedder
 
     Vector = NDArray[np.float32]
 
-MAX_INPUTS = 2048
+T = TypeVar("T")
+
 _AT_ONCE = 64  # inputs of one request in admission
-_Texts = Annotated[list[Text], Meta(min_length=1, max_length=MAX_INPUTS)]
-
-
-class PoolingBody(Body, kw_only=True):
-    """Fields of all three."""
-
-    model: ModelName = None
-    truncate_prompt_tokens: Annotated[
-        Annotated[int, Meta(ge=-1)] | None,
-        Meta(description="Most tokens of an input: more are cut off. -1: what fits."),
-    ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"] | None,
-        Meta(
-            description="Cut the first (left) or the last tokens (right), special ones included. "
-            "By default texts are cut where the tokenizer's configuration says, and keep those."
-        ),
-    ] = None
-
-    def truncation(self, model: ModelInfo) -> Truncation | None:
-        """Raises InvalidRequest if the model takes less than `truncate_prompt_tokens`."""
-        most, limit = self.truncate_prompt_tokens, model.max_model_len - 1
-        if most is None:
-            return None
-        if most == 0 or most > limit:
-            refuse("truncate_prompt_tokens", f"must be -1, or 1 to {limit}")
-        return Truncation(limit if most < 0 else most, self.truncation_side)
-
-
-@knows(
-    {
-        "add_special_tokens": Known((True,)),
-        "dimensions": Known((), "embeddings have the model's own size"),
-    }
-)
-class EmbeddingsRequest(PoolingBody, kw_only=True):
-    """Body of POST /v1/embeddings."""
-
-    input: Annotated[
-        str | list[TokenId | str | list[TokenId]],
-        Meta(description="A text, its token ids, or a list of several."),
-    ]
-    encoding_format: Literal["float", "base64"] = "float"
-    user: Annotated[str | None, Meta(description=NO_EFFECT)] = None
-
-    def inputs(self) -> list[str | tuple[int, ...]]:
-        """Raises InvalidRequest naming the field."""
-        found = prompts_of(self.input, "input")
-        if not all(found) or len(found) > MAX_INPUTS:
-            refuse("input", f"must be 1 to {MAX_INPUTS} texts that are not empty")
-        return found
-
-
-class ScoreRequest(PoolingBody, kw_only=True):
-    """Body of POST /v1/score: one text against each of others, or texts pair by pair."""
-
-    text_1: Text | _Texts
-    text_2: Text | _Texts
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Raises InvalidRequest unless `text_1` is one text, or both have the same length."""
-        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
-        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
-        if len(first) not in (1, len(second)):
-            refuse("text_1", f"must be one text, or {len(second)} like text_2")
-        return list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
-
-
-@knows({"max_tokens_per_doc": Known()})
-class RerankRequest(PoolingBody, kw_only=True):
-    """Body of POST /v1/rerank."""
-
-    query: Text
-    documents: _Texts
-    top_n: Annotated[int, Meta(ge=1)] | None = None
-    return_documents: bool = True
-
-
-Bodies = EmbeddingsRequest | ScoreRequest | RerankRequest
+_ID_PREFIX = "embd-"
 
 
 class PoolingApi:
-    """Answers the bodies."""
+    """Handlers of embeddings, score and rerank requests."""
 
-    def __init__(self, embedder: Embedder, preprocessor: Preprocessor) -> None:
+    def __init__(
+        self,
+        embedder: Embedder,
+        preprocessor: Preprocessor,
+        open_requests: OpenRequests,
+        *,
+        large: LargeBodies,
+        door: Door,
+    ) -> None:
         self._embedder = embedder
         self._preprocessor = preprocessor
+        self._open_requests = open_requests
+        self._large = large
+        self._door = door
 
-    async def answer(self, body: Bodies, origin: Origin) -> dict[str, Any]:
-        """Return the answer to `body`. Raises PdserveError as `Embedder.embed` does."""
+    async def pool(self, kind: type[PoolingRequest], request: web.BaseRequest) -> web.Response:
+        data = await read_body(request)
+        request_id = request_id_of(request, None, _ID_PREFIX)
+        with self._open_requests.enter():
+            answer = await self._serve(kind, data, Origin(request_id, request[TENANT]))
+        return web.Response(body=answer, content_type="application/json")
+
+    async def answer_line(
+        self, kind: type[PoolingRequest], data: bytes, tenant: str, timeout_s: float
+    ) -> AnsweredLine:
+        """Answer the body of a batch line, behind all interactive requests. Raises
+        PdserveError."""
+        request_id = new_request_id(_ID_PREFIX)
+        origin = Origin(request_id, tenant, ServiceClass.BATCH, timeout_s)
+        return AnsweredLine(request_id, await self._serve(kind, data, origin))
+
+    async def _serve(self, kind: type[PoolingRequest], data: bytes, origin: Origin) -> bytes:
+        with self._door.charge(origin.tenant, len(data)):
+            if len(data) > self._large.larger_than:
+                model = self._model((await self._large.names(data)).model, kind)
+                done = await self._large.read(kind.__name__, data, model.name)
+                body = read(kind, done.body)
+                inputs = Inputs(unpack(done), done.second_at, done.order)
+            else:
+                body = read(kind, data)
+                model = self._model(body.model, kind)
+                tokenizer = await self._preprocessor.tokenizer_or_none(model)
+                work = partial(tokenised, body, tokenizer, model)
+                inputs = await self._preprocessor.run(len(data), work)
+        return await self._answer(body, inputs, model, origin)
+
+    def _model(self, name: str | None, kind: type[PoolingRequest]) -> ModelInfo:
+        """Return the model with this name. Raises InvalidRequest if it cannot answer bodies of this
+        kind."""
+        model, adapter = self._preprocessor.find(name or "")
+        if adapter is not None:
+            refuse("model", f"{name} is a LoRA adapter: adapters have no embeddings")
+        if model.cross_encoder and kind is EmbeddingsRequest:
+            refuse("model", f"{model.name} scores pairs of texts, and has no embeddings")
+        self._embedder.check(model.name)
+        return model
+
+    async def _answer(
+        self, body: PoolingRequest, inputs: Inputs, model: ModelInfo, origin: Origin
+    ) -> bytes:
+        """Return the JSON of the answer. Raises PdserveError as `Embedder.embed` does."""
+        tokens = sum(len(inputs.tokens[i]) for i in inputs.order)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        head = {"id": origin.request_id, "model": model.name, "usage": usage}
         if isinstance(body, EmbeddingsRequest):
-            model, found, tokens = await self._embed(body, "input", body.inputs(), origin)
-            shown = [
-                base64.b64encode(x).decode()
-                if body.encoding_format == "base64"
-                else _vector(x).tolist()
-                for x in found
-            ]
+            shape = _as_base64 if body.encoding_format == "base64" else _as_floats
+            found = await self._embed(inputs, model, origin, shape)
             data: list[dict[str, Any]] = [
-                {"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(shown)
+                {"object": "embedding", "index": i, "embedding": found[place]}
+                for i, place in enumerate(inputs.order)
             ]
-            return _list(origin.request_id, model, tokens) | {"data": data}
+            return encode({**head, "object": "list", "data": data})
+        scores = await self._scores(inputs, model, origin)
         if isinstance(body, ScoreRequest):
-            model, scores, tokens = await self._scores(body, "text_2", body.pairs(), origin)
             data = [{"index": i, "object": "score", "score": x} for i, x in enumerate(scores)]
-            return _list(origin.request_id, model, tokens) | {"data": data}
-        pairs = [(body.query, document) for document in body.documents]
-        model, scores, tokens = await self._scores(body, "documents", pairs, origin)
+            return encode({**head, "object": "list", "data": data})
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
         results = [
             {"index": i, "relevance_score": scores[i]}
             | ({"document": {"text": body.documents[i]}} if body.return_documents else {})
             for i in best
         ]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"id": origin.request_id, "model": model, "usage": usage, "results": results}
+        return encode({**head, "results": results})
 
-    async def _scores(
-        self,
-        body: Bodies,
-        field: str,
-        pairs: Sequence[tuple[str, str]],
-        origin: Origin,
-    ) -> tuple[str, list[float], int]:
-        """Return the model, the score of each pair, and how many tokens they have."""
-        if self._preprocessor.find(body.model or "")[0].cross_encoder:
-            whole = [TextPair(*pair) for pair in pairs]
-            model, found, tokens = await self._embed(body, field, whole, origin)
-            return model, [float(_vector(x)[0]) for x in found], tokens
-        texts = [text for pair in pairs for text in pair]
-        model, found, tokens = await self._embed(body, field, texts, origin)
-        return model, [_cosine(*found[i : i + 2]) for i in range(0, len(found), 2)], tokens
+    async def _scores(self, inputs: Inputs, model: ModelInfo, origin: Origin) -> list[float]:
+        """Return the score of each pair."""
+        found, order = await self._embed(inputs, model, origin, _vector), inputs.order
+        if model.cross_encoder:
+            return [float(found[i][0]) for i in order]
+        pairs = zip(order[::2], order[1::2], strict=True)
+        return [_cosine(found[a], found[b]) for a, b in pairs]
 
     async def _embed(
-        self,
-        body: Bodies,
-        field: str,
-        inputs: Sequence[str | tuple[int, ...] | TextPair],
-        origin: Origin,
-    ) -> tuple[str, list[bytes], int]:
-        """Return the model, the embedding of each input or the score of each pair, and how many
-        tokens they have. Equal inputs are computed once."""
-        model, adapter = self._preprocessor.find(body.model or "")
-        if adapter is not None:
-            refuse("model", f"{body.model} is a LoRA adapter: adapters have no embeddings")
-        if model.cross_encoder and isinstance(body, EmbeddingsRequest):
-            refuse("model", f"{model.name} scores pairs of texts, and has no embeddings")
-        self._embedder.check(model.name)
-        truncation = body.truncation(model)
-        unique = list(dict.fromkeys(inputs))
-        made = [
-            await self._preprocessor.embedding_request(
-                text, model, origin, i, truncation, field=field
-            )
-            for i, text in enumerate(unique)
-        ]
-        # Of a batch, other lines are answered at the same time.
+        self, inputs: Inputs, model: ModelInfo, origin: Origin, shape: Callable[[bytes], T]
+    ) -> list[T]:
+        """Return `shape(embedding)` of each input."""
+        # A batch answers many lines at the same time, so each line sends its inputs one by one.
         places = asyncio.Semaphore(
             _AT_ONCE if origin.service_class is ServiceClass.INTERACTIVE else 1
         )
 
-        async def embed(request: GenerateRequest) -> bytes:
+        async def embed(index: int, tokens: tuple[int, ...], second_at: int) -> T:
+            request = self._preprocessor.embedding_request(tokens, second_at, model, origin, index)
             async with places:
-                return await self._embedder.embed(request)
+                # Shaped one by one: shaping all at the end would delay other streams.
+                return shape(await self._embedder.embed(request))
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(embed(request)) for request in made]
+                running = [
+                    tasks.create_task(embed(i, *each))
+                    for i, each in enumerate(zip(inputs.tokens, inputs.second_at, strict=True))
+                ]
         except* PdserveError as errors:
             raise errors.exceptions[0] from None
-        by_input = {x: task.result() for x, task in zip(unique, running, strict=True)}
-        sizes = {x: len(r.prompt_token_ids) for x, r in zip(unique, made, strict=True)}
-        return model.name, [by_input[x] for x in inputs], sum(sizes[x] for x in inputs)
-
-
-def _list(request_id: str, model: str, tokens: int) -> dict[str, Any]:
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"id": request_id, "object": "list", "model": model, "usage": usage}
+        return [task.result() for task in running]
 
 
 def _vector(embedding: bytes) -> Vector:
     return np.frombuffer(embedding, "<f4")
 
 
-def _cosine(first: bytes, second: bytes) -> float:
-    a, b = _vector(first), _vector(second)
+def _as_floats(embedding: bytes) -> Raw:
+    return Raw(encode(_vector(embedding).tolist()))
+
+
+def _as_base64(embedding: bytes) -> str:
+    return base64.b64encode(embedding).decode()
+
+
+def _cosine(a: Vector, b: Vector) -> float:
     size = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / size if size else 0.0

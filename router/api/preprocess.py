@@ -1,4 +1,4 @@
-"""Turn what a client asked for, over HTTP or gRPC, into a checked and tokenised GenerateRequest."""
+"""Turns a parsed HTTP or gRPC request into a validated and tokenised GenerateRequest."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import logging
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pdserve.errors import (
     ConfigError,
@@ -20,25 +21,37 @@ from pdserve.errors import (
     Unavailable,
     UnsupportedField,
 )
-from pdserve.tokenizer import Conversation, TextPair
+from pdserve.model.tokenizer import Conversation, TextPair
 from pdserve.types import Constraint, GenerateRequest, Parsing, SamplingParams, ServiceClass
+from router.api.images import image_prompt
+from router.request.constraints import check_constraint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 
-    from pdserve.tokenizer import Tokenizer
-    from pdserve.types import Adapter, ModelInfo, StructuredOutput
-    from router.on_demand import OnDemandModels
+    from pdserve.model.tokenizer import Tokenizer
+    from pdserve.types import Adapter, MediaItem, ModelInfo, StructuredOutput
+    from router.fleet.on_demand import OnDemandModels
+    from router.operations.rendering import ImagePrompt, Rendered
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # Longer texts are tokenised in a thread, so that they do not delay the tokens of other streams.
 INLINE_CHARS = 2048
-# Logprobs of one prompt, alternatives included: more would delay the tokens of other streams.
+_THREADS = 2
+# Cost of rendering one message without text, in characters of text.
+_CHARS_OF_MESSAGE = 128
+# Logprobs of one prompt, including alternatives: more would delay the tokens of other streams.
 MAX_PROMPT_LOGPROBS = 1 << 15
-# Stands for "what the context leaves" until the prompt's length is known.
+# Sum of tokens and logprobs of all answers to a request. An answer that is not streamed is kept in
+# memory until all are complete.
+MAX_ANSWER_TOKENS = 1 << 18
+# `max_tokens` of a request without a limit. It becomes the rest of the context once the prompt's
+# length is known.
 OPEN_ENDED = 1 << 30
-# Values of router.tool_call_parser and router.reasoning_parser that are no names of parsers.
+# Values of router.tool_call_parser and router.reasoning_parser that do not name a parser.
 AUTO, NONE = "auto", "none"
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -50,11 +63,11 @@ Prompt = str | tuple[int, ...] | Conversation
 
 @dataclass(slots=True)
 class ParsedRequest:
-    """A request whose fields were checked one by one, without knowledge of the model.
+    """A request whose fields are checked one by one, but not yet against the model.
 
-    `given` names the sampling parameters that the client set. `sampling.max_tokens` is OPEN_ENDED
-    if the client gave no length. `prompt_field` and `max_tokens_field` are the API's names, for
-    errors.
+    `given`: names of the sampling parameters that the client set. `sampling.max_tokens`: OPEN_ENDED
+    if the client set no limit. `prompt_field`, `max_tokens_field`, `constraint_field`: names of
+    these fields in the client's API, for errors.
     """
 
     model: str
@@ -64,20 +77,30 @@ class ParsedRequest:
     timeout_s: float | None = None
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
+    constraint_field: str = "structured_output"
     priority: int = 0
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     resume: tuple[int, ...] = ()
     given: Collection[str] = ()
-    add_special_tokens: bool | None = None  # by default to text, not to conversations
+    add_special_tokens: bool | None = None  # None: for text, not for conversations
     cache_salt: str = ""
     echo: bool = False
-    only_prompt: bool = False  # repeat the prompt and generate nothing
-    # Fields of vLLM's chat request that say how the answer is parsed: tool_choice, ...
+    only_prompt: bool = False  # echo the prompt and generate nothing
+    prompts: int = 1  # number of prompts in the client's request
+    tokens: tuple[int, ...] | None = None  # of the prompt, if already tokenised and checked
+    images: ImagePrompt | None = None  # the prompt, if it has images and is already checked
+    # Fields of vLLM's chat request that control how the answer is parsed: tool_choice, ...
     parsing_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field from which the answer's grammar is built."""
+        has_tools = isinstance(self.prompt, Conversation) and self.prompt.tools
+        return "tools" if has_tools else self.constraint_field
 
 
 class Origin(NamedTuple):
-    """Who asks for embeddings, and until when, if not for as long as the router allows."""
+    """The caller of an embeddings request, and its timeout if it set one."""
 
     request_id: str
     tenant: str
@@ -86,14 +109,14 @@ class Origin(NamedTuple):
 
 
 class Truncation(NamedTuple):
-    """How many tokens of an input are used at most; of all its tokens the first (right) or the last
-    ones (left), or as the tokenizer cuts texts."""
+    """Truncation of an input to `most` tokens. `side`: "right" keeps the first tokens, "left" the
+    last; None truncates texts as the tokenizer is configured."""
 
     most: int
     side: str | None
 
     def __call__(self, tokens: tuple[int, ...], second_at: int) -> tuple[tuple[int, ...], int]:
-        """Cut all tokens of an input; `second_at` is where those of its second text begin."""
+        """Truncate the tokens of an input. `second_at`: index of its second text's first token."""
         gone = max(0, len(tokens) - self.most)
         if self.side == "left":
             return tokens[gone:], max(0, second_at - gone)
@@ -116,10 +139,10 @@ def check_request_id(request_id: str, *, field: str) -> str:
 class Preprocessor:
     """Prepares requests for the models that `models` returns, and their LoRA adapters.
 
-    `timeout_s` is the deadline of requests that give none, and the latest that one may give.
-    `tool_parser` and `reasoning_parser` are keys of the router's configuration. The tokenizer of a
-    model is made once, by `load`, when the first request needs it. Raises ConfigError for a parser
-    that needs vLLM where there is none.
+    `timeout_s`: default timeout of a request, and the longest it may set. `tool_parser`,
+    `reasoning_parser`: from the router's configuration. `load`: loads the tokenizer of a model,
+    once, when the first request needs it. `render`: as ImageRenderer.render. Raises ConfigError for
+    a parser that needs vLLM if vLLM is not installed.
     """
 
     def __init__(
@@ -132,6 +155,7 @@ class Preprocessor:
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
         load: Callable[[ModelInfo], Coroutine[Any, Any, Tokenizer]],
+        render: Callable[[ImagePrompt, ModelInfo, float], Awaitable[Rendered]],
     ) -> None:
         self._models = models
         self._adapters = adapters
@@ -149,12 +173,23 @@ class Preprocessor:
                 text = f"router.{key}: {name} needs vLLM, which is not installed here"
                 raise ConfigError(text, field=f"router.{key}")
         self._load = load
+        self._render = render
         self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}  # by digest
+        self._preloaded: set[str] = set()
+        # Not the loop's default executor, where long prompts would delay uploads and DNS lookups.
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenise")
+
+    def close(self) -> None:
+        """End the threads. Queued texts are dropped."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(
         self, parsed: ParsedRequest, *, tenant: str = "", traceparent: str = ""
     ) -> GenerateRequest:
-        """Raises ClientError naming the field, or Unavailable if no worker has registered."""
+        """Validate and tokenise a request. Raises ClientError naming the field, or Unavailable if
+        no worker has registered."""
+        if (constraint := parsed.sampling.structured_output) is not None:
+            check_constraint(constraint, field=parsed.constraint_field)
         timeout_s = self._timeout_s
         if parsed.timeout_s is not None:
             timeout_s = min(timeout_s, parsed.timeout_s)
@@ -163,12 +198,18 @@ class Preprocessor:
             await self._on_demand.wait_for(parsed.model, timeout_s)
         model, _ = self.find(parsed.model)
         sampling = _with_defaults(parsed, model.sampling_defaults)
-        _check_ids(sampling.stop_token_ids, model, field="stop_token_ids")
-        _check_ids(tuple(sampling.logit_bias), model, field="logit_bias")
-        prompt = await self.tokenise(
-            parsed.prompt, model, parsed.add_special_tokens, field=parsed.prompt_field
-        )
-        _check_ids(prompt, model, field=parsed.prompt_field)
+        check_ids(sampling.stop_token_ids, model, field="stop_token_ids")
+        check_ids(tuple(sampling.logit_bias), model, field="logit_bias")
+        prompt, render_s = parsed.tokens, 0.0
+        media: tuple[MediaItem, ...] = ()
+        if prompt is None:
+            images = parsed.images or await self._images_of(parsed, model)
+            if images is None:
+                prompt = await self._tokenise(parsed, model)
+            else:
+                began = self._now()
+                prompt, media = await self._render(images, model, until)
+                render_s = self._now() - began
         _check_scores(parsed, sampling, len(prompt))
         sampling = _fit(parsed, sampling, len(prompt), model)
         _check_resume(parsed.resume, sampling, model)
@@ -176,9 +217,9 @@ class Preprocessor:
         if isinstance(parsed.prompt, Conversation):
             parsing = await self._parsing(parsed, parsed.prompt, model)
             if parsing is not None and sampling.skip_special_tokens:
-                # Markup may consist of special tokens.
+                # The markup of tool calls and reasoning may consist of special tokens.
                 sampling = replace(sampling, skip_special_tokens=False)
-        # It may have been unloaded or replaced while the prompt was tokenised.
+        # Looked up again: the adapter may have been unloaded or replaced during tokenisation.
         model, adapter = self.find(parsed.model)
         return GenerateRequest(
             request_id=parsed.request_id,
@@ -194,6 +235,8 @@ class Preprocessor:
             adapter=adapter,
             cache_salt=parsed.cache_salt,
             parsing=parsing,
+            media=media,
+            render_s=render_s,
         )
 
     async def _parsing(
@@ -234,37 +277,15 @@ class Preprocessor:
             json.dumps({"chat_template_kwargs": chat.variables}),
         )
 
-    async def embedding_request(
+    def embedding_request(
         self,
-        prompt: str | tuple[int, ...] | TextPair,
+        tokens: tuple[int, ...],
+        second_text_at: int,
         model: ModelInfo,
         origin: Origin,
         index: int,
-        truncation: Truncation | None,
-        *,
-        field: str,
     ) -> GenerateRequest:
-        """Return a request for the embedding of a prompt, or the score of a pair. Raises
-        InvalidRequest, naming `field`, and ContextLengthExceeded with both lengths."""
-        second_text_at = 0
-        is_text = isinstance(prompt, (str, TextPair))
-        if is_text and truncation is not None and truncation.side is None:
-            encode = (await self.tokenizer(model)).encode_within
-            texts = prompt if isinstance(prompt, TextPair) else [str(prompt)]
-            tokens, second_text_at = await asyncio.to_thread(encode, texts, truncation.most)
-        elif isinstance(prompt, TextPair):
-            encode_pair = (await self.tokenizer(model)).encode_pair
-            tokens, second_text_at = await asyncio.to_thread(encode_pair, prompt)
-        else:
-            tokens = await self.tokenise(prompt, model, None, field=field)
-        if truncation is not None:
-            tokens, second_text_at = truncation(tokens, second_text_at)
-        _check_ids(tokens, model, field=field)
-        if len(tokens) >= model.max_model_len:
-            raise ContextLengthExceeded(
-                f"an input has {len(tokens)} tokens, and the model takes {model.max_model_len - 1}",
-                field=field,
-            )
+        """Return a request for the embedding of a prompt, or the score of a pair."""
         return GenerateRequest(
             request_id=f"{origin.request_id}-{index}",
             model=model.name,
@@ -277,7 +298,8 @@ class Preprocessor:
         )
 
     def find(self, name: str) -> tuple[ModelInfo, Adapter | None]:
-        """Return the model of this name, or the adapter with its model. Raises ModelNotFound."""
+        """Return the model with this name, or the adapter with its model. Raises ModelNotFound,
+        InvalidRequest without a name if several are served, and Unavailable without workers."""
         models = self._models()
         if not models:
             raise Unavailable("no worker is registered", retry_after_s=1.0)
@@ -294,57 +316,196 @@ class Preprocessor:
             raise InvalidRequest(f"'model' is required; served: {served}", field="model")
         raise ModelNotFound(f"model {name!r} is not served; served: {served}", field="model")
 
-    async def tokenise(
-        self, prompt: Prompt, model: ModelInfo, add_special_tokens: bool | None, *, field: str
-    ) -> tuple[int, ...]:
-        """Return the prompt's token ids. `field` is its name, for errors."""
+    async def find_when_ready(self, name: str) -> ModelInfo:
+        """Return the model with this name, or of this adapter, once it has workers. Raises as
+        `prepare` does."""
+        if self._on_demand is not None:
+            await self._on_demand.wait_for(name, self._timeout_s)
+        return self.find(name)[0]
+
+    async def _images_of(self, parsed: ParsedRequest, model: ModelInfo) -> ImagePrompt | None:
+        """Return the prompt if it is a conversation with images."""
+        chat = parsed.prompt
+        if not isinstance(chat, Conversation) or not any(x.parts for x in chat.messages):
+            return None
+        return prompt_with_images(parsed, chat, await self.tokenizer(model), model)
+
+    async def _tokenise(self, parsed: ParsedRequest, model: ModelInfo) -> tuple[int, ...]:
+        """Return the prompt's token ids."""
+        prompt, field = parsed.prompt, parsed.prompt_field
         if isinstance(prompt, tuple):
+            check_ids(prompt, model, field=field)
             return prompt
         tokenizer = await self.tokenizer(model)
-        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        if isinstance(prompt, str):
-            chars, encode = len(prompt), partial(tokenizer.encode, prompt, **options)
-        else:
-            # Tools are long.
-            chars = len(prompt.tools) * INLINE_CHARS
-            chars += sum([len(message.content) for message in prompt.messages])
-            encode = partial(tokenizer.encode_chat, prompt, **options)
-        try:
-            return encode() if chars <= INLINE_CHARS else await asyncio.to_thread(encode)
-        except UnsupportedField:  # it has the name of its own field
-            raise
-        except InvalidRequest as error:
-            error.field = field
-            raise
+        chars = _check_length(prompt, tokenizer, model, field=field)
+        if isinstance(prompt, Conversation):
+            chars += len(prompt.messages) * _CHARS_OF_MESSAGE
+        add = parsed.add_special_tokens
+        tokens = await self.run(chars, partial(_encode, prompt, tokenizer, add, field=field))
+        check_ids(tokens, model, field=field)
+        return tokens
 
-    async def text(self, token_ids: Sequence[int], model: ModelInfo, *, field: str = "") -> str:
-        """Return the text of token ids. `field` is their name, for errors."""
-        _check_ids(token_ids, model, field=field)
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Call `work`, in a thread if `size` (characters, bytes or tokens) is large."""
+        if size <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    async def text(self, token_ids: Sequence[int], model: ModelInfo) -> str:
+        """Return the text of token ids."""
         tokenizer = await self.tokenizer(model)
-        decode = partial(tokenizer.decode, token_ids)
-        is_short = len(token_ids) <= INLINE_CHARS
-        return decode() if is_short else await asyncio.to_thread(decode)
+        return await self.run(len(token_ids), partial(tokenizer.decode, token_ids))
+
+    async def preload_tokenizers(self) -> None:
+        """Load the tokenizers of models that have appeared, so that their first requests need not
+        wait. After a failure the first request tries again."""
+        for model in list(self._models().values()):
+            if model.tokenizer and model.tokenizer not in self._preloaded:
+                self._preloaded.add(model.tokenizer)
+                await self.tokenizer_or_none(model)
+
+    async def tokenizer_or_none(self, model: ModelInfo) -> Tokenizer | None:
+        """Return None if the tokenizer cannot be loaded: prompts of token ids do not need it."""
+        try:
+            return await self.tokenizer(model)
+        except Unavailable:
+            return None
 
     async def tokenizer(self, model: ModelInfo) -> Tokenizer:
-        """Raises Unavailable if the model's tokenizer cannot be had; the next request tries
-        again."""
+        """Return the model's tokenizer. Raises Unavailable if it cannot be loaded; the next request
+        tries again."""
         task = self._tokenizers.get(model.tokenizer)
         if task is None:
             served = {each.tokenizer for each in self._models().values()}
             self._tokenizers = {x: kept for x, kept in self._tokenizers.items() if x in served}
             task = self._tokenizers[model.tokenizer] = asyncio.create_task(self._load(model))
         try:
-            # A client that leaves must not cancel the loading that other requests wait for.
+            # Shielded: a client that leaves must not cancel a load that other requests wait for.
             return task.result() if task.done() else await asyncio.shield(task)
         except (ConfigError, Unavailable) as error:
             self._tokenizers.pop(model.tokenizer, None)
             logger.error("tokenizer of model %s: %s", model.name, error)
-            text = f"the router has no tokenizer of model {model.name}; send token ids"
-            raise Unavailable(text) from error
+            raise no_tokenizer(model) from error
+
+
+def no_tokenizer(model: ModelInfo) -> Unavailable:
+    return Unavailable(f"the router has no tokenizer of model {model.name}; send token ids")
+
+
+def prompt_with_images(
+    parsed: ParsedRequest, chat: Conversation, tokenizer: Tokenizer, model: ModelInfo
+) -> ImagePrompt:
+    """Check a conversation with images, and return it for the renderer. Raises InvalidRequest."""
+    _check_length(chat, tokenizer, model, field=parsed.prompt_field)
+    tokenizer.check_tools(chat)
+    return image_prompt(chat, model, add_special_tokens=parsed.add_special_tokens)
+
+
+def prompt_tokens(
+    parsed: ParsedRequest, tokenizer: Tokenizer | None, model: ModelInfo
+) -> tuple[int, ...]:
+    """Return the token ids of a prompt. Raises InvalidRequest naming its field."""
+    prompt, field = parsed.prompt, parsed.prompt_field
+    if isinstance(prompt, tuple):
+        tokens = prompt
+    elif tokenizer is None:
+        raise no_tokenizer(model)
+    else:
+        tokens = encode_prompt(prompt, tokenizer, model, parsed.add_special_tokens, field=field)
+    _check_context(len(tokens), model, field=field)
+    check_ids(tokens, model, field=field)
+    return tokens
+
+
+def encode_prompt(
+    prompt: str | Conversation,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    add_special_tokens: bool | None = None,
+    *,
+    field: str,
+) -> tuple[int, ...]:
+    """Render a prompt and return its token ids. Raises InvalidRequest naming `field`; a prompt that
+    cannot fit is refused before it is rendered."""
+    _check_length(prompt, tokenizer, model, field=field)
+    if isinstance(prompt, Conversation) and (images := prompt.images):
+        text = f"'{images[0].field}' is not supported: this endpoint counts text alone"
+        raise UnsupportedField(text, field=images[0].field)
+    return _encode(prompt, tokenizer, add_special_tokens, field=field)
+
+
+def _check_length(
+    prompt: str | Conversation, tokenizer: Tokenizer, model: ModelInfo, *, field: str
+) -> int:
+    """Return the number of characters of a prompt. Raises ContextLengthExceeded if no text of that
+    length fits the model's context: rendering and tokenising it would be wasted."""
+    chars = len(prompt) if isinstance(prompt, str) else prompt.chars
+    most = model.max_model_len * tokenizer.longest_token
+    if chars > most:
+        raise ContextLengthExceeded(
+            f"'{field}' has {chars} characters; the model's context is {model.max_model_len} "
+            f"tokens, which are at most {most} characters",
+            field=field,
+        )
+    return chars
+
+
+def _encode(
+    prompt: str | Conversation,
+    tokenizer: Tokenizer,
+    add_special_tokens: bool | None,
+    *,
+    field: str,
+) -> tuple[int, ...]:
+    options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+    try:
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt, **options)
+        return tokenizer.encode_chat(prompt, **options)
+    except UnsupportedField:  # already names a more exact field
+        raise
+    except InvalidRequest as error:
+        error.field = field
+        raise
+
+
+def embedding_tokens(
+    prompt: str | tuple[int, ...] | TextPair,
+    truncation: Truncation | None,
+    tokenizer: Tokenizer | None,
+    model: ModelInfo,
+    *,
+    field: str,
+) -> tuple[tuple[int, ...], int]:
+    """Return the token ids of an input, and the index at which its second text begins. Raises
+    InvalidRequest naming `field`, and ContextLengthExceeded with both lengths."""
+    second_at = 0
+    if isinstance(prompt, tuple) and not isinstance(prompt, TextPair):
+        tokens = prompt
+    elif tokenizer is None:
+        raise no_tokenizer(model)
+    elif truncation is not None and truncation.side is None:
+        texts = prompt if isinstance(prompt, TextPair) else [prompt]
+        tokens, second_at = tokenizer.encode_within(texts, truncation.most)
+    elif isinstance(prompt, TextPair):
+        tokens, second_at = tokenizer.encode_pair(prompt)
+    else:
+        if truncation is None:  # a text that is truncated may have any length
+            _check_length(prompt, tokenizer, model, field=field)
+        tokens = _encode(prompt, tokenizer, None, field=field)
+    if truncation is not None:
+        tokens, second_at = truncation(tokens, second_at)
+    check_ids(tokens, model, field=field)
+    if len(tokens) >= model.max_model_len:
+        raise ContextLengthExceeded(
+            f"an input has {len(tokens)} tokens, and the model takes {model.max_model_len - 1}",
+            field=field,
+        )
+    return tokens, second_at
 
 
 def _constraint_fields(constraint: StructuredOutput) -> dict[str, Any]:
-    """Return the fields of vLLM's chat request for a constraint."""
+    """Return the fields of vLLM's chat request that express a constraint."""
     match constraint.kind:
         case Constraint.JSON_SCHEMA:
             schema = {"name": "answer", "schema": json.loads(constraint.value)}
@@ -358,23 +519,23 @@ def _constraint_fields(constraint: StructuredOutput) -> dict[str, Any]:
 
 
 def find_model(models: Mapping[str, ModelInfo], name: str) -> ModelInfo | None:
-    """Return the model that has this name or alias. `models` are by their first name."""
+    """Return the model with this name or alias. `models` are keyed by first name."""
     if name in models:
         return models[name]
     return next((model for model in models.values() if name in model.aliases), None)
 
 
 def _with_defaults(parsed: ParsedRequest, defaults: Mapping[str, float]) -> SamplingParams:
-    """Return the sampling parameters with the model's defaults for those that were not given."""
+    """Return the sampling parameters, with the model's defaults where the client set none."""
     missing: dict[str, Any] = {
         name: int(value) if name == "top_k" else value
         for name, value in defaults.items()
-        if name not in parsed.given and name != "max_tokens"  # that is for `_fit`
+        if name not in parsed.given and name != "max_tokens"  # `_fit` applies this one
     }
     return replace(parsed.sampling, **missing) if missing else parsed.sampling
 
 
-def _check_ids(token_ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
+def check_ids(token_ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
         wrong = next(x for x in token_ids if not 0 <= x < model.vocab_size)
         raise InvalidRequest(
@@ -403,7 +564,7 @@ def _check_scores(parsed: ParsedRequest, sampling: SamplingParams, prompt_tokens
 
 def _check_resume(resume: tuple[int, ...], sampling: SamplingParams, model: ModelInfo) -> None:
     field = "resume_token_ids"
-    _check_ids(resume, model, field=field)
+    check_ids(resume, model, field=field)
     if resume and sampling.n > 1:
         raise InvalidRequest(f"'{field}' requires n to be 1, not {sampling.n}", field=field)
     if len(resume) > sampling.max_tokens:
@@ -417,23 +578,47 @@ def _fit(
     parsed: ParsedRequest, sampling: SamplingParams, prompt_tokens: int, model: ModelInfo
 ) -> SamplingParams:
     """Return the sampling parameters with a `max_tokens` that fits the context."""
-    field, max_model_len = parsed.prompt_field, model.max_model_len
-    if not prompt_tokens:
-        raise InvalidRequest(f"'{field}' is empty", field=field)
-    left = max_model_len - prompt_tokens
-    if left < 1:
-        raise ContextLengthExceeded(
-            f"'{field}' has {prompt_tokens} tokens; the model's context is {max_model_len} tokens",
-            field=field,
-        )
+    left = _check_context(prompt_tokens, model, field=parsed.prompt_field)
+    longest = _longest_answer(parsed, sampling)
     if sampling.max_tokens == OPEN_ENDED:
         most = int(model.sampling_defaults.get("max_tokens", left))
-        return replace(sampling, max_tokens=min(left, most))
+        return replace(sampling, max_tokens=min(left, most, longest))
     if sampling.max_tokens > left:
         field = parsed.max_tokens_field
         raise ContextLengthExceeded(
             f"'{parsed.prompt_field}' has {prompt_tokens} tokens and '{field}' is "
-            f"{sampling.max_tokens}; the model's context is {max_model_len} tokens",
+            f"{sampling.max_tokens}; the model's context is {model.max_model_len} tokens",
+            field=field,
+        )
+    if sampling.max_tokens > longest:
+        field = parsed.max_tokens_field
+        raise InvalidRequest(
+            f"'{field}' is {sampling.max_tokens}; with {parsed.prompts * sampling.n} answers and "
+            f"{sampling.logprobs or 0} logprobs a token it may be {longest}",
             field=field,
         )
     return sampling
+
+
+def _check_context(prompt_tokens: int, model: ModelInfo, *, field: str) -> int:
+    """Return the tokens of the context that a prompt leaves for the answer. Raises InvalidRequest
+    if there are none, or if the prompt is empty."""
+    if not prompt_tokens:
+        raise InvalidRequest(f"'{field}' is empty", field=field)
+    left = model.max_model_len - prompt_tokens
+    if left < 1:
+        raise ContextLengthExceeded(
+            f"'{field}' has {prompt_tokens} tokens; the model's context is {model.max_model_len} "
+            "tokens",
+            field=field,
+        )
+    return left
+
+
+def _longest_answer(parsed: ParsedRequest, sampling: SamplingParams) -> int:
+    """Return the longest answer that a request may ask for, in tokens. Only the context limits a
+    single answer without logprobs."""
+    answers = parsed.prompts * sampling.n
+    if answers == 1 and sampling.logprobs is None:
+        return OPEN_ENDED
+    return MAX_ANSWER_TOKENS // (answers * ((sampling.logprobs or 0) + 1))

@@ -1,22 +1,24 @@
-"""`docs/api.md`: the endpoints of the HTTP API and the fields of their bodies, from the structs."""
+"""Generates `docs/api.md`: endpoints of the HTTP API and fields of their bodies, from structs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from router.api.bodies import NO_EFFECT, encode
-from router.api.openapi import ENDPOINTS, openapi
+from router.api.dialects.fields import NO_EFFECT, encode
+from router.api.openapi import openapi
+from router.api.route_table import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _INTRO = """# HTTP API
 
-Made from the code by `make docs`. `/openapi.json` has the same for programs, `/docs` for a browser.
+Generated from the code by `make docs`. The router serves the same as `/openapi.json` and as a page
+at `/docs`.
 
-Each field is honoured as its row says, or refused by name with a 400. A field that is null counts
-as not given. Errors have OpenAI's shape, on Anthropic's paths Anthropic's.
+The router honours a field as its row says, or refuses the request with a 400 that names the field.
+A null field counts as not set. Errors have OpenAI's shape; on Anthropic's paths, Anthropic's.
 
 With tenants configured, `/v1/...`, `/tokenize`, `/detokenize` and `/tokenizer_info` need a key, as
 `Authorization: Bearer KEY` or `x-api-key: KEY`. `X-Request-Id` names a request in logs and in
@@ -30,19 +32,22 @@ With tenants configured, `/v1/...`, `/tokenize`, `/detokenize` and `/tokenizer_i
 """
 
 
-# Larger limits are those of the protocol's integers.
+# Larger limits are only the range of the protocol's integers, and not shown.
 _UNBOUNDED = 1 << 30
 
 
 def as_markdown() -> str:
     """Return the document."""
-    api = openapi()
+    api = openapi(ROUTES)
     schemas: dict[str, Any] = api["components"]["schemas"]
     text = _INTRO
-    for endpoint in ENDPOINTS:
-        body = "" if endpoint.body is None else f"[body](#{endpoint.body.__name__.lower()})"
-        text += f"| {endpoint.method} `{endpoint.path}` | {endpoint.text} | {body} |\n"
-    names = [x.body.__name__ for x in ENDPOINTS if x.body is not None]
+    for route in ROUTES:
+        if route.text:
+            notes = ["also in batches"] if route.line else []
+            if route.body is not None:
+                notes.insert(0, f"[body](#{route.body.__name__.lower()})")
+            text += f"| {route.method} `{route.path}` | {route.text} | {', '.join(notes)} |\n"
+    names = [x.body.__name__ for x in ROUTES if x.body is not None]
     text += "\n## Bodies\n"
     for name in names:
         text += _table(name, schemas[name])
@@ -84,7 +89,7 @@ def _one_line(text: str) -> str:
 
 
 def _values(schema: dict[str, Any]) -> str:
-    """Return what a field may be, without null."""
+    """Return the values that a field may have, except null."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
@@ -105,7 +110,7 @@ def _values(schema: dict[str, Any]) -> str:
 
 
 def _reached(names: list[str], schemas: dict[str, Any]) -> list[str]:
-    """Return the names of all schemas that those of `names` refer to, in order."""
+    """Return `names`, then the names of all schemas that they refer to, breadth first."""
     found = dict.fromkeys(names)
     waiting = list(names)
     while waiting:

@@ -1,1 +1,1 @@
-"""The workers of this router: membership, connections, health, drains and role changes."""
+"""The workers of this router: membership, leases, connections, health and accounting."""

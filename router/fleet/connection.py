@@ -1,56 +1,84 @@
 """The connection of this router to one worker: commands go out, step frames come in.
 
-The worker sends one frame an engine step for all requests of this router. Each delta goes to the
-sink of its request at once, without a task. When the connection breaks, every sink is told, and the
-connection is opened again, with growing pauses, until it is closed.
+The worker sends one frame per engine step for all requests of this router. Each delta is passed to
+the receiver of its stream directly, without a task switch. When the connection breaks, each stream
+is reported with `on_lost`, and the connection is opened again with growing pauses until `close`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from pdserve import framing, rpc, wire
-from pdserve.dead_peer import detect_dead_peer
-from pdserve.errors import InvalidRequest, Overloaded, PdserveError, WorkerFailed, from_info
+from msgspec import structs
+
+from pdserve import wire
+from pdserve.errors import (
+    InvalidRequest,
+    Overloaded,
+    PdserveError,
+    PermissionDenied,
+    WorkerFailed,
+    from_info,
+)
+from pdserve.net import framing, rpc
+from pdserve.net.backoff import backoff
+from pdserve.net.sockets import detect_dead_peer
+from pdserve.security.roles import Party, check_peer
 from pdserve.v1 import worker_pb2 as w
 from pdserve.wire import moments_from_pb
+from router.fleet.health import StallDetector
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-    from pdserve.metrics import Histogram
-    from pdserve.types import StreamDelta, WorkerInfo, WorkerLoad
+    from pdserve.observe.metrics import Histogram
+    from pdserve.types import StreamDelta, WorkerInfo
     from router.fleet.member import Member
+    from router.fleet.prefix_watch import PrefixWatcher
 
     Connect = Callable[[WorkerInfo, Callable[[], asyncio.Protocol]], Awaitable[object]]
+    Links = Mapping[Member, "WorkerConnection"]  # of all workers that are not lost
 
 logger = logging.getLogger(__name__)
 
-ATTACH_TIMEOUT_S = 5.0
-BACKOFF_MIN_S = 0.05
-BACKOFF_MAX_S = 2.0
+PONG_TIMEOUT_S = 1.0
+# A command with images waits until the worker has read all but this much of those before it.
+_DRAINED_BYTES = 1 << 20
 
 
-class DeltaSink(Protocol):
-    """Receives the deltas of one request. Called from the reader, so it must not block."""
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """`attach_timeout_s`: from the connect to the worker's first frame. `reconnect_min_s`,
+    `reconnect_max_s`: pauses before an attempt to reconnect. `max_unsent_bytes`: a worker that
+    leaves more unread gets no more commands."""
 
-    def on_delta(self, delta: StreamDelta) -> None: ...  # none follows one with a finish reason
+    attach_timeout_s: float = 5.0
+    reconnect_min_s: float = 0.05
+    reconnect_max_s: float = 2.0
+    max_unsent_bytes: int = framing.MAX_UNSENT_BYTES
 
-    def on_token(self, token_id: int, text: str) -> None: ...  # a delta with nothing else
 
-    def on_lost(self, error: PdserveError) -> None: ...  # the request ended without a last delta
+DEFAULT_LIMITS = ConnectionLimits()
 
 
-class ConnectionObserver(Protocol):
-    """Is told what happens to a connection. `detached` comes before the sinks hear of a break."""
+S_contra = TypeVar("S_contra", contravariant=True)
 
-    def attached(self, member: Member) -> None: ...
-    def detached(self, member: Member) -> None: ...
-    def reported(self, member: Member, load: WorkerLoad) -> None: ...
-    def cache_changed(self, member: Member, update: w.CacheUpdate) -> None: ...
+
+class StreamReceiver(Protocol[S_contra]):
+    """Receives the deltas of streams. Called from the reader, so it must not block. `stream` is
+    what `submit` was given; it is known to the connection until its last delta, loss or cancel."""
+
+    # The last delta has a finish reason.
+    def on_delta(self, stream: S_contra, delta: StreamDelta) -> None: ...
+
+    # A delta of one plain token.
+    def on_token(self, stream: S_contra, token_id: int, text: str) -> None: ...
+
+    # The stream ended without a last delta.
+    def on_lost(self, stream: S_contra, error: PdserveError) -> None: ...
 
 
 def connect_over_tcp(dialer: rpc.Dialer) -> Connect:
@@ -61,96 +89,153 @@ def connect_over_tcp(dialer: rpc.Dialer) -> Connect:
         host, _, port = info.session_address.rpartition(":")
         host = host.strip("[]")
         server_name = None if dialer.context is None else dialer.peer_name or host
-        await asyncio.get_running_loop().create_connection(
-            make_protocol, host, int(port), ssl=dialer.context, server_hostname=server_name
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            asyncio.Protocol, host, int(port), ssl=dialer.context, server_hostname=server_name
         )
+        try:
+            if dialer.checks_roles:
+                check_peer(transport, Party.WORKER)
+        except PermissionDenied:
+            transport.abort()
+            raise
+        # Made only after the check: the protocol sends its hello, with the token, at once.
+        protocol = make_protocol()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
 
     return connect
 
 
 class WorkerConnection:
-    """State: the open requests of one worker by stream id. Owns one task, ended by `close`."""
+    """Connection to one worker, reopened when it breaks. Writes what the worker reports to
+    `member`. State: the open requests by stream id. Owns one task, which `close` ends."""
 
     def __init__(
         self,
         member: Member,
         *,
         router_id: str,
-        observer: ConnectionObserver,
         connect: Connect,
+        changed: Callable[[], None],
         token: str = "",
         gaps: Histogram | None = None,
+        watches: PrefixWatcher | None = None,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
     ) -> None:
-        """`gaps` observes for each token the time since the last frame with tokens."""
+        """`changed` is called when the connection is up or down, and when the worker has more room.
+        `gaps` observes, for each token, the time since the previous frame with tokens. `watches`
+        indexes the worker's prefix cache."""
         self._member = member
+        self._changed = changed
+        self._watches = watches
         self._gaps = gaps
-        self._tokens_at: float | None = None  # of the last frame with tokens
+        self._limits = limits
+        self._tokens_at: float | None = None  # arrival of the last frame with tokens
         self._hello = w.Hello(router_id=router_id, instance_id=member.info.instance_id, token=token)
-        self._observer = observer
         self._connect = connect
-        self._sinks: dict[int, DeltaSink] = {}
+        self._streams: dict[int, tuple[StreamReceiver[Any], Any]] = {}
         self._last_stream_id = 0
+        self._pings: dict[int, asyncio.Future[bool]] = {}
+        self._last_ping = 0
         self._session: _Session | None = None
+        self._drain_turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
-        self.frames = 0  # received so far, over all sessions
+        self.is_refused = False  # the worker's port refuses connections: its process is gone
+        self._frames = 0  # received over all sessions
+        self._stalls = StallDetector()
 
     @property
     def open_streams(self) -> int:
-        return len(self._sinks)
+        return len(self._streams)
+
+    def stall(self, now: float, stall_s: float) -> str:
+        """Return why the worker hangs, or "". See `StallDetector.check`."""
+        return self._stalls.check(
+            now,
+            frames=self._frames,
+            streams=self.open_streams,
+            load=self._member.reported.load,
+            stall_s=stall_s,
+        )
 
     def start(self) -> None:
         """Connect in the background."""
         self._task = asyncio.create_task(self._run(), name=f"worker-{self._member.worker_id}")
 
-    def submit(self, command: w.Command, sink: DeltaSink) -> int:
-        """Send a submit command under a new stream id and return the id.
+    def submit(
+        self, command: w.Command, receiver: StreamReceiver[S_contra], stream: S_contra
+    ) -> int:
+        """Send a submit command under a new stream id and return the id. `receiver` gets the deltas
+        of `stream`.
 
         Raises WorkerFailed if the connection is down, Overloaded if the worker does not read.
         """
+        # Never reused, so that late deltas of a cancelled stream meet no other request.
         self._last_stream_id += 1
         command.submit.stream_id = self._last_stream_id
         self._send(command)
-        self._sinks[self._last_stream_id] = sink
+        self._streams[self._last_stream_id] = receiver, stream
         return self._last_stream_id
 
-    def export(self, stream_id: int, transfer_id: str) -> None:
-        """Ask the worker to end a request and keep its KV for whoever presents `transfer_id`.
+    async def drained(self) -> None:
+        """Wait until the worker has read nearly all commands, or the connection is down. Callers
+        take turns, and may each send one large command when their turn returns."""
+        async with self._drain_turn:
+            if self._session is not None:
+                await self._session.drained()
 
-        Unknown streams are ignored. Raises as `submit`.
+    def export(self, stream_id: int, transfer_id: str) -> None:
+        """Send the worker a command to end a request and keep its KV for the consumer that presents
+        `transfer_id`.
+
+        Unknown streams are ignored. Raises the errors of `submit`.
         """
-        if stream_id in self._sinks:
+        if stream_id in self._streams:
             export = w.Export(stream_id=stream_id, transfer_id=transfer_id)
             self._send(w.Command(export=export))
 
-    def watch_cache(self) -> None:
-        """Ask for a snapshot of the worker's prefix cache and its changes. Raises as `submit`."""
-        self._send(w.Command(watch_cache=w.WatchCache()))
+    async def answers_ping(self) -> bool:
+        """Return True if the worker's process answers within PONG_TIMEOUT_S: it is alive and reads
+        commands."""
+        self._last_ping += 1
+        number = self._last_ping
+        pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._pings[number] = pong
+        try:
+            self._send(w.Command(ping=number))
+            async with asyncio.timeout(PONG_TIMEOUT_S):
+                return await pong
+        except (PdserveError, TimeoutError):
+            return False
+        finally:
+            del self._pings[number]
 
     def cancel(self, stream_id: int, reason: str = "", *, ended: bool = False) -> None:
-        """Stop a request, whose work no answer needs for this reason; its sink hears nothing more.
-        Unknown streams are ignored.
+        """Stop a request. Its receiver gets no more calls. `reason` says why its work is wasted.
 
-        `ended` is for a prefill whose last delta has come, to release the blocks that it holds.
+        Unknown streams are ignored. `ended`: the last delta has arrived, but the worker still holds
+        blocks for the request; release them.
         """
-        known = self._sinks.pop(stream_id, None) is not None
+        known = self._streams.pop(stream_id, None) is not None
         if not (known or ended) or self._session is None:
             return
         try:
             self._send(w.Command(cancel=w.Cancel(stream_id=stream_id, reason=reason)))
         except Overloaded as error:
-            # A cancel must not be lost. The worker cancels every request of a session that ends.
+            # A cancel must not be lost. Drop the session, since the worker then cancels all its
+            # requests.
             self.drop(WorkerFailed(error.message))
 
     def drop(self, error: WorkerFailed) -> None:
-        """Fail all open requests with `error` now and connect again. The worker cancels them."""
+        """Fail all open requests with `error` now and reconnect. The worker cancels them."""
         session = self._session
         self._detach(error)
         if session is not None:
             session.abort()
 
     def close(self, reason: str) -> asyncio.Task[None] | None:
-        """Fail all open requests with `reason` and stay closed. Return the task to wait for."""
+        """Fail all open requests with `reason` and stay closed. Return the task to await."""
         self._is_closed = True
         if self._task is not None:
             self._task.cancel()
@@ -160,98 +245,135 @@ class WorkerConnection:
     def _send(self, command: w.Command) -> None:
         if self._session is None:
             raise WorkerFailed(f"worker {self._member.worker_id} is not attached")
-        if self._session.unsent_bytes > framing.MAX_UNSENT_BYTES:
+        # One command with images may be larger than the limit.
+        limit = self._limits.max_unsent_bytes + self._session.largest_sent
+        if self._session.unsent_bytes > limit:
             raise Overloaded(f"worker {self._member.worker_id} does not read its commands")
         self._session.send(command)
+
+    def _attach(self) -> None:
+        # A lost worker stays lost: its connection is about to be closed.
+        if self._member.lost:
+            return
+        self._member.attached = True
+        logger.info("%s worker %s is ready", self._member.info.role, self._member.worker_id)
+        if self._watches is not None:
+            self._send(w.Command(watch_cache=w.WatchCache()))
+        self._changed()
 
     def _detach(self, error: WorkerFailed) -> None:
         if self._session is None:
             return
         self._session = None
-        self._observer.detached(self._member)
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink.on_lost(error)
+        member = self._member
+        member.attached = False
+        # The state of the engine is unknown now.
+        member.reported = structs.replace(member.reported, load=None, kv=None, foreign_blocks=0)
+        if self._watches is not None:
+            self._watches.forget(member)
+        self._changed()
+        for number in self._pings:
+            self._answer_ping(number, lives=False)
+        streams, self._streams = self._streams, {}
+        for receiver, stream in streams.values():
+            receiver.on_lost(stream, error)
+
+    def _answer_ping(self, number: int, *, lives: bool) -> None:
+        pong = self._pings.get(number)
+        if pong is not None and not pong.done():
+            pong.set_result(lives)
 
     async def _run(self) -> None:
-        name, pause_s = f"worker {self._member.worker_id}", BACKOFF_MIN_S
+        name, pauses = f"worker {self._member.worker_id}", self._pauses()
         while True:
             session = _Session(self._hello, self._on_frame)
             try:
-                async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                async with asyncio.timeout(self._limits.attach_timeout_s):
                     await self._connect(self._member.info, lambda session=session: session)  # type: ignore[misc]
                     await session.welcomed
                 await session.ended
                 error = f"{name} closed the connection"
             except TimeoutError:
-                error = f"{name} did not answer in {ATTACH_TIMEOUT_S:g} s"
+                error = f"{name} did not answer in {self._limits.attach_timeout_s:g} s"
             except OSError as cause:
+                self.is_refused = isinstance(cause, ConnectionRefusedError)
                 error = f"{name} cannot be reached: {cause}"
             except PdserveError as cause:
                 error = f"{name} closed the connection: {cause.message}"
             except Exception:
-                error = f"{name} sent what could not be handled"
+                error = f"{name} sent a frame that could not be handled"
                 logger.exception("%s", error)
             finally:
                 session.abort()
             logger.log(logging.WARNING if session.is_welcome else logging.DEBUG, "%s", error)
             self._detach(WorkerFailed(error))
-            pause_s = BACKOFF_MIN_S if session.is_welcome else pause_s * 2
-            pause_s = min(pause_s, BACKOFF_MAX_S)
-            # Jitter, so that routers do not all return to a worker at the same moment.
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pauses = self._pauses() if session.is_welcome else pauses
+            await asyncio.sleep(next(pauses))
+
+    def _pauses(self) -> Iterator[float]:
+        limits = self._limits
+        return backoff(limits.reconnect_min_s, limits.reconnect_max_s, jitter=True)
 
     def _on_frame(self, session: _Session, frame: w.StepFrame) -> None:
         if self._is_closed:
             return
-        if not session.is_welcome:  # the first frame accepts the hello
+        if not session.is_welcome:  # the first frame means that the worker accepts the hello
             session.welcome()
-            self._session = session
-            self._observer.attached(self._member)
-        self.frames += 1
-        if frame.HasField("load"):
-            self._observer.reported(self._member, wire.load_from_pb(frame.load))
+            self._session, self.is_refused = session, False
+            self._attach()
+        self._frames += 1
+        member = self._member
+        if frame.HasField("load") and member.report_load(wire.load_from_pb(frame.load)):
+            self._changed()
         if frame.HasField("steps"):
-            member = self._member
-            member.steps = moments_from_pb(frame.steps)
-            # A copy: a part of a frame would keep all of it.
-            member.recent_steps = w.RecentSteps()
-            member.recent_steps.CopyFrom(frame.recent_steps)
-            member.recent_steps_at = session.loop.time()
-        if frame.HasField("cache"):
-            self._observer.cache_changed(self._member, frame.cache)
+            # Copied, because a submessage keeps its whole frame in memory.
+            recent = w.RecentSteps()
+            recent.CopyFrom(frame.recent_steps)
+            member.reported = structs.replace(
+                member.reported,
+                steps=moments_from_pb(frame.steps),
+                recent_steps=recent,
+                recent_steps_at=session.loop.time(),
+            )
+        if frame.HasField("cache") and self._watches is not None:
+            self._watches.apply(member, frame.cache)
+        if self._pings and frame.pong:
+            self._answer_ping(frame.pong, lives=True)
         if frame.HasField("tokens"):
             self._on_tokens(frame.tokens, session.loop.time())
-        sinks = self._sinks
+        streams = self._streams
         for message in frame.deltas:
-            sink = sinks.get(message.stream_id)
-            if sink is None:
+            known = streams.get(message.stream_id)
+            if known is None:
                 continue
+            receiver, stream = known
             delta = wire.delta_from_pb(message)
             if delta.finish_reason is not None:
-                del sinks[message.stream_id]
-            sink.on_delta(delta)
-        if not sinks:
+                del streams[message.stream_id]
+            receiver.on_delta(stream, delta)
+        if not streams:
+            # The time until the next request is no gap between tokens.
             self._tokens_at = None
 
     def _on_tokens(self, tokens: w.PlainTokens, now: float) -> None:
-        # Read each list once: every access to a field of a message makes a new object.
+        # Read each list once: every access to a field of a message creates an object.
         stream_ids, token_ids, texts = tokens.stream_ids, tokens.token_ids, tokens.texts
         if not len(stream_ids) == len(token_ids) == len(texts):
             raise InvalidRequest("its lists differ in length", field="tokens")
         if self._gaps is not None and self._tokens_at is not None:
             self._gaps.observe(now - self._tokens_at, len(stream_ids))
         self._tokens_at = now
-        sinks = self._sinks
+        streams = self._streams
         for stream_id, token_id, text in zip(stream_ids, token_ids, texts, strict=True):
-            sink = sinks.get(stream_id)
-            if sink is not None:
-                sink.on_token(token_id, text)
+            known = streams.get(stream_id)
+            if known is not None:
+                receiver, stream = known
+                receiver.on_token(stream, token_id, text)
 
 
 class _Session(asyncio.Protocol):
-    """One connection. `welcomed` is done when the worker has accepted the hello, `ended` when the
-    connection is gone; both get the error if there is one."""
+    """One TCP connection. `welcomed` is done when the worker has accepted the hello, `ended` when
+    the connection is closed. Both get the error, if any."""
 
     def __init__(self, hello: w.Hello, on_frame: Callable[[_Session, w.StepFrame], None]) -> None:
         self._hello = hello
@@ -261,13 +383,16 @@ class _Session(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []
         self._outgoing_bytes = 0
+        self.largest_sent = 0  # bytes of the largest command with images
+        self._writable = asyncio.Event()
+        self._writable.set()
         self.is_welcome = False
         self.welcomed: asyncio.Future[None] = self.loop.create_future()
         self.ended: asyncio.Future[None] = self.loop.create_future()
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of commands that the kernel has not taken."""
+        """Bytes of commands that are not yet in the kernel's send buffer."""
         assert self._transport is not None
         return self._outgoing_bytes + self._transport.get_write_buffer_size()
 
@@ -275,21 +400,36 @@ class _Session(asyncio.Protocol):
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         detect_dead_peer(transport.get_extra_info("socket"), framing.PEER_TIMEOUT_S)
+        self._transport.set_write_buffer_limits(high=_DRAINED_BYTES)
         self._transport.write(framing.pack(w.Command(hello=self._hello)))
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def welcome(self) -> None:
         self.is_welcome = True
         _settle(self.welcomed, None)
 
     def send(self, command: w.Command) -> None:
-        """Send a command. The commands of one turn of the event loop go out in one write."""
+        """Send a command. All commands of one event loop iteration go out in one write, because a
+        write costs a system call."""
         self._outgoing.append(framing.pack(command))
-        self._outgoing_bytes += len(self._outgoing[-1])
+        self._outgoing_bytes += (size := len(self._outgoing[-1]))
+        if command.submit.media:
+            self.largest_sent = max(self.largest_sent, size)
         if len(self._outgoing) == 1:
             self.loop.call_soon(self._flush)
 
+    async def drained(self) -> None:
+        """Wait until the peer has read nearly all commands, or the connection is closed."""
+        self._flush()
+        await self._writable.wait()
+
     def _flush(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._outgoing and self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(self._outgoing))
         self._outgoing.clear()
         self._outgoing_bytes = 0
@@ -303,8 +443,8 @@ class _Session(asyncio.Protocol):
                     raise from_info(wire.error_from_pb(frame.closed))
                 self._on_frame(self, frame)
                 if self.ended.done():
-                    return  # the frame made the router drop this session
-        except Exception as error:  # noqa: BLE001 - the connection's task reports it
+                    return  # handling the frame dropped this session
+        except Exception as error:  # noqa: BLE001 - the connection's task logs it
             self.abort(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -313,6 +453,7 @@ class _Session(asyncio.Protocol):
     def abort(self, error: Exception | None = None) -> None:
         if self._transport is not None:
             self._transport.abort()
+        self._writable.set()
         _settle(self.welcomed, error or ConnectionError("it closed the connection"))
         _settle(self.ended, error)
 
@@ -324,4 +465,4 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_result(None)
     else:
         future.set_exception(error)
-        future.exception()  # one that nobody waits for any more reports nothing
+        future.exception()  # mark as retrieved: asyncio logs an error that nobody awaits

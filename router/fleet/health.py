@@ -1,8 +1,8 @@
 """Health of workers and of pairs of workers, as state machines without I/O.
 
-`StallDetector` finds workers that hang. `Breaker` keeps requests away from what failed until a
-probe has passed. `OutlierEjection` has a breaker for each pair of workers between which KV failed.
-Times are in seconds on the caller's clock; leases and stalls use `PausingClock`.
+`StallDetector` detects workers that hang. `Breaker` keeps requests off a failed worker or pair
+until a probe has passed. `OutlierEjection` has one breaker per pair of workers with failed KV
+transfers. Times are in seconds on the caller's clock; leases and stalls use `PausingClock`.
 """
 
 from __future__ import annotations
@@ -17,28 +17,32 @@ if TYPE_CHECKING:
     from pdserve.types import WorkerLoad
 
 TICK_S = 0.1
-MAX_TICK_S = 0.15  # counted at most for a late tick
-# A half-open pair is probed as soon as both workers are ready; one that never is, is forgotten.
+MAX_TICK_S = 0.15  # most time that a late tick counts
+# A half-open pair is probed as soon as both workers are ready. Pairs whose worker never returns are
+# forgotten after this time, and so are failures that were too few to eject a pair.
 _FORGET_PAIR_S = 600.0
 
 Pair = tuple[str, str]
-"""Worker ids of producer and consumer. A worker that restarts runs on the same hardware."""
+"""Worker ids of producer and consumer, not instance ids: a worker that restarts runs on the same
+hardware."""
 
 
 class PausingClock:
     """A clock that pauses while the event loop is blocked.
 
-    A busy router reads frames and renewals late, so silence meanwhile is not the workers' fault.
-    The event loop ticks the clock every TICK_S, and a late tick counts MAX_TICK_S at most.
+    A busy router reads frames and renewals late. With a plain clock it would blame healthy workers
+    for its own delay. The event loop ticks the clock every TICK_S, and a late tick counts at most
+    `max_tick_s`.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], max_tick_s: float = MAX_TICK_S) -> None:
         self._clock = clock
+        self._max_tick_s = max_tick_s
         self._ticked_at = self._elapsed_s = clock()
 
     def now(self) -> float:
-        """Never goes back."""
-        return self._elapsed_s + min(self._clock() - self._ticked_at, MAX_TICK_S)
+        """Return the time in seconds. It never decreases."""
+        return self._elapsed_s + min(self._clock() - self._ticked_at, self._max_tick_s)
 
     def tick(self) -> None:
         self._elapsed_s = self.now()
@@ -47,23 +51,25 @@ class PausingClock:
 
 @dataclass(slots=True)
 class StallDetector:
-    """Finds a worker that is silent, or whose engine makes no step although it has work.
+    """Detects a worker that is silent, or whose engine has work but completes no step.
 
-    A worker with open streams sends a frame at least every half second. `is_suspected` is set by
-    the owner for a stalled worker that stays in use because it is the last one.
+    A worker with open streams sends a frame at least every half second.
     """
 
     frames: int = -1
     heard_at: float = 0.0
     progress: int = -1
     progress_at: float = 0.0
-    is_suspected: bool = False
 
     def check(
         self, now: float, *, frames: int, streams: int, load: WorkerLoad | None, stall_s: float
     ) -> str:
-        """Return why the worker is stalled, or "". `frames` counts the frames received, `streams`
-        the open ones. Call it several times in `stall_s`; 0 disables it."""
+        """Return why the worker is stalled, or "".
+
+        `frames`: number of frames received. `streams`: number of open streams. Must be called
+        several times per `stall_s`. A `stall_s` of 0 disables the check.
+        """
+        # A worker without streams may be silent, and one without work makes no steps.
         if frames != self.frames or not streams:
             self.frames, self.heard_at = frames, now
         progress = self.progress if load is None else load.progress
@@ -73,6 +79,7 @@ class StallDetector:
             return ""
         if now - self.heard_at >= stall_s:
             return f"no frame for {now - self.heard_at:.1f} s"
+        # Some steps are slow without a fault: the first ones, or one with a very long prompt.
         allowed_s = stall_s if load is None else max(stall_s, load.step_allowance_s)
         if now - self.progress_at >= allowed_s:
             return f"no engine step for {now - self.progress_at:.1f} s although it has work"
@@ -93,12 +100,14 @@ class Breaker:
                                      ▲                   │
                                      └── a failure ──────┘  for twice the time, up to 8 times
 
-    It opens for `open_s` after `max_failures`; 0 seconds disable it.
+    It opens for `open_s` after `max_failures` in a row. An `open_s` of 0 disables it. Only a probe
+    closes it, so that no client's request finds out whether the failure persists.
     """
 
     open_s: float = 10.0
     max_failures: int = 3
     failures: int = 0
+    failed_at: float = 0.0
     until: float | None = None
     seconds: float = 0.0
     reason: str = ""
@@ -109,24 +118,26 @@ class Breaker:
         return BreakerState.OPEN if now < self.until else BreakerState.HALF_OPEN
 
     def failure(self, now: float, reason: str) -> bool:
-        """Return True if this failure opens the breaker."""
+        """Record a failure. Return True if it opens the breaker."""
         if self.until is None and self.failures + 1 < self.max_failures:
             self.failures += 1
             return False
         return self.trip(now, reason)
 
     def trip(self, now: float, reason: str) -> bool:
-        """Open the breaker. Return False if it was open: only the reason changes then."""
+        """Open the breaker. Return False if it was open already; then only the reason changes."""
         self.failures += 1
         self.reason = reason
         if not self.open_s or self.state(now) is BreakerState.OPEN:
             return False
+        # Doubled each time, so that a worker that keeps failing is probed less and less.
         self.seconds = min(2 * self.seconds, 8 * self.open_s) or self.open_s
         self.until = now + self.seconds
         return True
 
     def success(self) -> None:
-        """One that began before the breaker opened changes nothing."""
+        """Reset the count of failures. Ignored while the breaker is not closed: the request began
+        before it opened."""
         if self.until is None:
             self.failures = 0
 
@@ -139,11 +150,12 @@ class Breaker:
 
 
 class OutlierEjection:
-    """Pairs of workers that must not exchange KV for now, since KV between them failed.
+    """Pairs of workers that must not exchange KV for now, because transfers between them failed.
 
-    KV that was damaged twice ejects a pair at once, failed transfers after several in a row; either
-    may be the fault of one worker or of the network. 0 seconds disable it. `breakers` has closed
-    ones too.
+    KV that is damaged again after a repeat ejects a pair at once; failed transfers eject it after
+    several in a row. Pairs are ejected and not workers, because the fault may be that of either
+    worker or of the network. 0 `seconds` disable it. `breakers` includes closed breakers of pairs
+    that failed recently.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -151,30 +163,33 @@ class OutlierEjection:
         self.breakers: dict[Pair, Breaker] = {}
 
     def corrupted(self, pair: Pair, now: float, reason: str) -> None:
-        """KV was damaged on the way, also when it was sent again."""
+        """Record KV that was damaged in transfer, also after one repeat. Ejects the pair."""
         self._breaker(pair, now).trip(now, reason)
 
     def failed(self, pair: Pair, now: float, reason: str) -> bool:
-        """A transfer failed. Return True if that ejects the pair."""
+        """Record a failed transfer. Return True if it ejects the pair."""
         return self._breaker(pair, now).failure(now, reason)
 
     def _breaker(self, pair: Pair, now: float) -> Breaker:
+        # Forgotten here and not by a timer: pairs are added only by failures.
         for known, breaker in list(self.breakers.items()):
-            if breaker.until and now >= breaker.until + _FORGET_PAIR_S:
+            if now >= (breaker.until or breaker.failed_at) + _FORGET_PAIR_S:
                 del self.breakers[known]
-        return self.breakers.setdefault(pair, Breaker(self._seconds))
+        breaker = self.breakers.setdefault(pair, Breaker(self._seconds))
+        breaker.failed_at = now
+        return breaker
 
     def succeeded(self, pair: Pair) -> None:
-        """KV arrived undamaged."""
-        if pair in self.breakers:
-            self.breakers[pair].success()
+        """Record a transfer that arrived undamaged."""
+        if pair in self.breakers and self.breakers[pair].until is None:
+            del self.breakers[pair]
 
     def probed(self, pair: Pair) -> None:
-        """A probe of the pair passed: it gets requests again."""
+        """Return the pair to use: a probe has passed."""
         self.breakers.pop(pair, None)
 
     def ejected(self, now: float) -> frozenset[Pair]:
-        """Return the pairs that no request may use."""
+        """Return the open and half-open pairs, which no request may use."""
         if not self.breakers:
             return frozenset()
         return frozenset(pair for pair, _ in self.listed(now))

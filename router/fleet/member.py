@@ -1,90 +1,135 @@
-"""One worker as this router sees it."""
+"""State of one worker in this router."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.kv_pairs import kind_of
-from router.fleet.health import Breaker, StallDetector
+from msgspec import Struct, structs
+
+from pdserve.kv_compatibility import kind_of
+from router.fleet.health import Breaker
 from router.placement.values import NO_ADAPTERS, Candidate, MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from pdserve.kv_pairs import KvKind
-    from pdserve.step_moments import StepMoments
+    from pdserve.kv_compatibility import KvKind
+    from pdserve.observe.step_costs import StepMoments
     from pdserve.types import Adapter, KvReport, WorkerInfo, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
+
+logger = logging.getLogger(__name__)
+
+
+class Reported(Struct, frozen=True):
+    """What a worker reported last. Each renewal of its lease and each frame of its connection
+    replaces it whole.
+
+    `load`, `kv`, `steps`, `busy_s`: None until reported. `foreign_blocks`: KV blocks that requests
+    of other routers held at the time of `load`. `recent_steps_at`: arrival of `recent_steps` on the
+    event loop's clock. `unhealthy`: the worker's own verdict on its machine. `adapters`: loaded
+    LoRA adapters by key. `busy_s`: total duration of the engine's steps. `streams_s`: the part that
+    streams used, open ones and those that this router saw end.
+    """
+
+    load: WorkerLoad | None = None
+    foreign_blocks: int = 0
+    kv: KvReport | None = None
+    steps: StepMoments | None = None
+    recent_steps: w.RecentSteps | None = None
+    recent_steps_at: float = 0.0
+    draining: bool = False
+    unhealthy: str = ""
+    gpus: Sequence[w.GpuHealth] = ()
+    adapters: Mapping[str, Adapter] = {}
+    busy_s: float | None = None
+    streams_s: float = 0.0
+
+
+@dataclass(slots=True)
+class PlacedLoad:
+    """What this router has placed on a worker: exact and up to date, unlike reports.
+
+    Changed by reservations, and by streams that end (`ended_s`, their engine time).
+    `outstanding_tokens`: prompt tokens that are not prefilled yet. `reserved_blocks`: KV blocks.
+    `resident`: open streams by the key of each LoRA adapter used last, at most `max_loras` unless
+    more are in use.
+    """
+
+    outstanding_requests: int = 0
+    outstanding_tokens: int = 0
+    reserved_blocks: int = 0
+    resident: dict[str, int] = field(default_factory=dict)
+    ended_s: float = 0.0
+
+    def use_adapter(self, key: str, max_loras: int) -> None:
+        """Count a stream that uses an adapter. Evicts the least recently used idle adapter if there
+        are more than `max_loras`, as the engine does."""
+        # Removed and added, so that the dictionary is in order of last use.
+        self.resident[key] = self.resident.pop(key, 0) + 1
+        idle = (x for x, streams in self.resident.items() if not streams)
+        if len(self.resident) > max_loras and (oldest := next(idle, None)) is not None:
+            del self.resident[oldest]
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One start of one worker. Changed by `Fleet` and by reservations only.
+    """One instance (one start) of one worker.
 
-    `outstanding_tokens` are prompt tokens placed here and not prefilled yet. `reserved_blocks` are
-    KV blocks promised to requests of this router, `foreign_blocks` those that requests of other
-    routers were last seen to hold. `load`, `kv` and `steps` are None until reported. `lease_end`
-    is on the clock of leases; for a lost worker it is the time of its loss. `unhealthy` is the
-    worker's own verdict on its machine, `gone` the reason of its loss, `replaced` the instance id
-    of the start before this one. `busy_s` is how long the engine's steps took in all, and `open_s`
-    what of it requests had taken that are still open, as last reported. `adapters` are the LoRA
-    adapters that the worker reported, by key, and `resident` those that this router used last, at
-    most `max_loras` unless more are in use, with their open streams. `away` is how far it is from
-    the router (placement/topology.py). `recent_steps` came at `recent_steps_at`, on the event
-    loop's clock.
+    `Fleet` adds members and changes their lease and loss. Connection and renewals replace
+    `reported`, the connection sets `attached`, reservations change `placed`, and results of
+    requests and probes change `breaker`.
+
+    `lease_end`: end of the lease on the clock of leases; for a lost worker, the time of its loss.
+    `lost_as`: state of a lost worker: LOST, LEFT or CRASH_LOOPING. `gone`: why it was lost.
+    `replaced`: instance id of the previous start. `router_distance`: distance from the router
+    (placement/topology.py).
     """
 
     info: WorkerInfo
     lease_end: float = 0.0
     attached: bool = False
-    draining: bool = False
     lost: bool = False
-    load: WorkerLoad | None = None
-    outstanding_requests: int = 0
-    outstanding_tokens: int = 0
-    reserved_blocks: int = 0
-    foreign_blocks: int = 0
-    kv: KvReport | None = None
-    steps: StepMoments | None = None
-    unhealthy: str = ""
+    lost_as: MemberState = MemberState.LOST
     gone: str = ""
     replaced: str = ""
-    gpus: Sequence[w.GpuHealth] = ()
-    recent_steps: w.RecentSteps | None = None
-    recent_steps_at: float = 0.0
-    open_s: float = 0.0
-    busy_s: float | None = None
-    adapters: dict[str, Adapter] = field(default_factory=dict)
-    adapters_retry_at: float = 0.0
-    resident: dict[str, int] = field(default_factory=dict)
+    router_distance: str = ""
+    reported: Reported = Reported()  # noqa: RUF009 - immutable
+    placed: PlacedLoad = field(default_factory=PlacedLoad)
     breaker: Breaker = field(default_factory=Breaker)
-    away: str = ""
-    stalls: StallDetector = field(default_factory=StallDetector)
     kind: KvKind = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Computed once: each placement compares the kinds of pairs.
         self.kind = kind_of(self.info)
+
+    @property
+    def has_left(self) -> bool:
+        """True if the worker deregistered: it stopped and did not die."""
+        return self.lost_as is MemberState.LEFT
 
     @property
     def state(self) -> MemberState:
         if self.lost:
-            return MemberState.LOST
-        if self.draining:
+            return self.lost_as
+        if self.reported.draining:
             return MemberState.DRAINING
-        if self.breaker.until is not None or self.unhealthy:
+        if self.breaker.until is not None or self.reported.unhealthy:
             return MemberState.SUSPENDED
         return MemberState.READY if self.attached else MemberState.CONNECTING
 
     @property
     def suspended(self) -> bool:
-        """It failed, and no probe has passed since."""
+        """True if the worker failed and no probe has passed since."""
         return self.breaker.until is not None
 
     @property
     def is_suspect(self) -> bool:
-        """Only its breaker keeps requests away."""
-        others = self.lost or self.draining or self.unhealthy or not self.attached
+        """True if only the breaker keeps requests off the worker."""
+        report = self.reported
+        others = self.lost or report.draining or report.unhealthy or not self.attached
         return self.suspended and not others
 
     @property
@@ -92,44 +137,50 @@ class Member:
         return self.info.worker_id
 
     @property
+    def steps(self) -> StepMoments | None:
+        return self.reported.steps
+
+    @property
     def capacity_tokens(self) -> int:
-        """Tokens whose KV fits the worker."""
+        """Number of tokens whose KV fits into the worker."""
         return self.info.total_blocks * self.info.block_size
 
     @property
-    def reserved_tokens(self) -> int:
-        return self.reserved_blocks * self.info.block_size
+    def used_blocks(self) -> int:
+        """KV blocks that requests of all routers hold, as far as this router knows."""
+        return self.placed.reserved_blocks + self.reported.foreign_blocks
+
+    @property
+    def open_s(self) -> float:
+        """Engine time of the streams that were open at the last report and have not ended since."""
+        return max(0.0, self.reported.streams_s - self.placed.ended_s)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the blocks of `tokens`, capped to those that there are."""
+        """Return the number of KV blocks for `tokens`, at most all blocks of the worker."""
         return min(-(-tokens // self.info.block_size), self.info.total_blocks)
 
-    def use_adapter(self, key: str) -> None:
-        """A stream with this adapter begins. The least recently used idle one makes room."""
-        self.resident[key] = self.resident.pop(key, 0) + 1
-        idle = (x for x, streams in self.resident.items() if not streams)
-        if len(self.resident) > self.info.max_loras and (oldest := next(idle, None)) is not None:
-            del self.resident[oldest]
+    def failed(self, now: float, reason: str) -> None:
+        """Record that the engine failed a request."""
+        if self.breaker.failure(now, reason):
+            logger.warning("worker %s is suspended: %s", self.worker_id, reason)
 
-    def settled(self, busy_s: float) -> None:
-        """A request ended with this share."""
-        self.open_s = max(0.0, self.open_s - busy_s)
+    def report_load(self, load: WorkerLoad) -> bool:
+        """Replace the reported load. Return True if the worker has more room than was known.
 
-    def reported(self, load: WorkerLoad) -> bool:
-        """Take a report. Return True if the worker has more room than was known.
-
-        Requests of other routers hold blocks if the worker reports more requests than this router
-        placed, and more blocks in use than it reserved.
+        If the worker reports more requests than this router placed, requests of other routers hold
+        the blocks in use beyond those that this router reserved.
         """
-        self.load = load
-        before, self.foreign_blocks = self.foreign_blocks, 0
-        if load.num_running_reqs + load.num_waiting_reqs > self.outstanding_requests:
+        # Routers share no state, so reports are all that shows the requests of others.
+        before, foreign_blocks, placed = self.reported.foreign_blocks, 0, self.placed
+        if load.num_running_reqs + load.num_waiting_reqs > placed.outstanding_requests:
             used = self.info.total_blocks - load.free_blocks
-            self.foreign_blocks = max(0, used - self.reserved_blocks)
-        return self.foreign_blocks < before
+            foreign_blocks = max(0, used - placed.reserved_blocks)
+        self.reported = structs.replace(self.reported, load=load, foreign_blocks=foreign_blocks)
+        return foreign_blocks < before
 
     def seen(self, state: MemberState | None = None) -> Candidate:
-        """Return the worker as a placement decision sees it now."""
+        """Return a snapshot of the worker for a placement decision."""
+        report, placed = self.reported, self.placed
         return Candidate(
             self.info.worker_id,
             self.info.role,
@@ -137,11 +188,12 @@ class Member:
             self.capacity_tokens,
             self.info,
             state or self.state,
-            self.load,
-            self.outstanding_requests,
-            self.outstanding_tokens,
-            self.reserved_blocks + self.foreign_blocks,
-            self.adapters.keys(),
-            self.resident.copy() if self.resident else NO_ADAPTERS,
-            self.away,
+            report.load,
+            placed.outstanding_requests,
+            placed.outstanding_tokens,
+            self.used_blocks,
+            report.adapters.keys(),
+            # Copied, because `explain` shows the decision later.
+            placed.resident.copy() if placed.resident else NO_ADAPTERS,
+            self.router_distance,
         )

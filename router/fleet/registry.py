@@ -1,8 +1,8 @@
-"""The fleet: which workers there are, their connections, and the checks that take them out of use.
+"""The fleet: the registered workers, their leases, and views of them.
 
     register ──► connecting ⇄ ready ──► draining
                      │          │           │
-                     └──── lost (lease expired, replaced, deregistered) ──► forgotten
+                     └──── lost (lease expired, replaced) or left (deregistered) ──► forgotten
 
 Workers register with every router and renew a lease; routers share nothing else.
 """
@@ -10,216 +10,145 @@ Workers register with every router and renew a lease; routers share nothing else
 from __future__ import annotations
 
 import asyncio
-import logging
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from pdserve.config import HealthConfig
-from pdserve.errors import InvalidRequest, WorkerFailed
-from pdserve.kv_pairs import unpaired
-from pdserve.rpc import PLAIN
-from pdserve.types import Role
-from router.accounting import WORKER_LOST
-from router.background import background
-from router.fleet.connection import WorkerConnection, connect_over_tcp
-from router.fleet.health import TICK_S, Breaker, OutlierEjection, PausingClock
-from router.fleet.member import Member
-from router.placement.topology import apart
+from pdserve.errors import InvalidRequest
+from pdserve.types import EngineLimits, ModelInfo, Role, WorkerInfo
+from router.fleet.compatibility import check_compatible
+from router.fleet.health import MAX_TICK_S, Breaker, OutlierEjection, PausingClock
+from router.fleet.member import Member, Reported
+from router.placement.topology import distance
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from pdserve.metrics import Histogram
-    from pdserve.rpc import Dialer
-    from pdserve.types import Account, Adapter, KvReport, ModelInfo, WorkerInfo, WorkerLoad
+    from pdserve.types import Account, Adapter, KvReport, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
-    from router.accounting import Accounting
-    from router.fleet.connection import Connect
-    from router.placement.revisions import Shares
     from router.placement.topology import Topology
     from router.placement.values import Candidate
-    from router.prefix import PrefixWatcher
 
-logger = logging.getLogger(__name__)
-
-TICKS_PER_CHECK = 5
+# Seconds that a lost worker stays a member: requests for its model wait for its return, and
+# operators see why it was lost.
 FORGET_AFTER_S = 60.0
-# Damaged KV ejects a pair for this many times the ejection of a worker.
+# A pair is ejected for this many times the ejection of a worker.
 PAIR_FACTOR = 6
 
 
-# What workers of one model must have in common.
-SAME_OF_A_MODEL = ("vocab_size", "max_model_len", "aliases", "sampling_defaults", "tokenizer")
+class Notice:
+    """Wakes the tasks that wait for a change."""
+
+    def __init__(self) -> None:
+        self._event: asyncio.Event | None = None  # None while no task waits
+
+    async def wait(self, until: float | None = None) -> bool:
+        """Wait for the next `notify`. Return False at the loop time `until`."""
+        if self._event is None:
+            self._event = asyncio.Event()
+        try:
+            async with asyncio.timeout_at(until):
+                await self._event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def notify(self) -> None:
+        if self._event is not None:
+            self._event.set()
+            self._event = None
 
 
 class Fleet:
-    """State: `members` by worker id, a connection to each that is not lost, and the LoRA adapters
-    that are served, by name: `adapters`. Reports do not change those in `changing`, which this
-    router loads or unloads now. `shares` has those of new requests that revisions get, by model.
+    """All workers of this router, by id in `members`.
 
-    `token_gaps` returns the histogram of a model's gaps between tokens. With `watches` the prefix
-    cache of each worker is indexed. `clock` is the event loop's by default, `topology` has
-    the router's labels. An async context
-    manager: inside, connections are open and leases end; leaving it closes all connections and
-    waits for their tasks.
+    `outliers`: pairs of workers that must not exchange KV now. `clock`: default is the event
+    loop's. `topology`: labels of this router. Nothing here runs by itself: `run_checks` ticks the
+    lease clock and calls `expire`, and `Connections` keeps a connection to each worker.
     """
 
     def __init__(
         self,
         *,
-        router_id: str,
         lease_s: float = 5.0,
-        watches: PrefixWatcher | None = None,
         health: HealthConfig | None = None,
-        dialer: Dialer = PLAIN,
-        connect: Connect | None = None,
-        token_gaps: Callable[[str], Histogram] | None = None,
         clock: Callable[[], float] | None = None,
         topology: Topology | None = None,
-        accounting: Accounting | None = None,
+        forget_after_s: float = FORGET_AFTER_S,
+        max_tick_s: float = MAX_TICK_S,
     ) -> None:
         self.topology = topology or {}
-        self.members: dict[str, Member] = {}
-        self.adapters: dict[str, Adapter] = {}
-        self.changing: set[str] = set()
         self.lease_s = lease_s
         self.health = health or HealthConfig()
-        self.shares: dict[str, Shares] = {}
         self.outliers = OutlierEjection(PAIR_FACTOR * self.health.eject_s)
-        self.dialer = dialer
         self.now = clock or asyncio.get_running_loop().time
-        self.lease_clock = PausingClock(self.now)
-        self._connect = connect or connect_over_tcp(dialer)
-        self._watches = watches
-        self._token_gaps = token_gaps
-        self._accounting = accounting
-        self._router_id = router_id
-        self.slots = 0  # requests that the engines of all workers run at once
+        self.lease_clock = PausingClock(self.now, max_tick_s)
+        self._forget_after_s = forget_after_s
+        self._members: dict[str, Member] = {}
+        self.members: Mapping[str, Member] = self._members
+        self.slots = 0  # sum of max_num_seqs over all workers that are not lost
+        self._crash_loops: dict[str, Member] = {}
+        self._capacity, self._membership = Notice(), Notice()
+        # Views, built at the next use: each request reads them, and members change rarely.
         self._by_model: dict[tuple[str, bool], list[Member]] = {}
         self._largest: dict[tuple[str, bool], tuple[int, int]] = {}
         self._models: dict[str, ModelInfo] = {}
-        self._links: dict[Member, WorkerConnection] = {}
-        self._is_open = False
-        self._closing: set[asyncio.Task[None]] = set()
-        self._changed: asyncio.Event | None = None  # while somebody waits
-        self._exits = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        self._is_open = True
-        self._reconcile()
-        await self._exits.enter_async_context(background("fleet-checks", self._check))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._exits.aclose()
-        self.close()
-        if self._closing:
-            await asyncio.wait(self._closing)
-        if self._watches is not None:
-            await self._watches.aclose()
-
-    def close(self) -> None:
-        """Lose every worker."""
-        for member in self.members.values():
-            if not member.lost:
-                self._lose(member, "the router is closing")
-        self._reconcile()
 
     # -- Changes that tasks wait for
 
     async def capacity_change(self, *, until: float | None = None) -> bool:
-        """Wait until a worker came, changed its state or has more room. Return False at the loop
-        time `until`."""
-        if self._changed is None:
-            self._changed = asyncio.Event()
-        try:
-            async with asyncio.timeout_at(until):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        """Wait until a worker registers, changes its state or has more room. Return False at the
+        loop time `until`."""
+        return await self._capacity.wait(until)
 
     def capacity_changed(self) -> None:
         """Wake the tasks that wait in `capacity_change`."""
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
+        self._capacity.notify()
+
+    async def membership_change(self) -> None:
+        """Wait until a worker is added or lost."""
+        await self._membership.wait()
 
     # -- Membership
 
-    def lease_now(self) -> float:
-        return self.lease_clock.now()
-
     def register(
         self, info: WorkerInfo, *, draining: bool = False, adapters: Collection[Adapter] = ()
-    ) -> None:
-        """Add a worker, or renew it if this start of it is known.
+    ) -> Member | None:
+        """Add a worker, or renew its lease if this instance is known. Return its earlier instance
+        if that died: it has not deregistered, and this registration replaces it.
 
-        Raises InvalidRequest, naming the field, if it cannot serve beside the others, or if a later
-        start of it has registered: a late message must not replace that.
+        Raises InvalidRequest, naming the field, if it is incompatible with the other workers, or if
+        a later instance has registered, which a delayed message must not replace.
         """
-        self._check_compatible(info)
-        known = self.members.get(info.worker_id)
-        if known is not None and not known.lost:
-            if info.instance_id == known.replaced:
-                raise InvalidRequest(
-                    f"worker {info.worker_id}: a later start of it has registered",
-                    field="worker_id",
-                )
-            if known.info != info:
+        known, died = self.members.get(info.worker_id), None
+        if known is not None and not known.lost and info.instance_id == known.replaced:
+            raise InvalidRequest(
+                f"worker {info.worker_id}: a later start of it has registered", field="worker_id"
+            )
+        if known is None or known.lost or known.info != info:
+            check_compatible(info, [m.info for m in self.members.values() if not m.lost])
+            if known is not None and not known.lost:
                 self._lose(known, "it registered again")
-                if known.info.instance_id != info.instance_id:
-                    self._waste_open(known)
-        if known is None or known.lost:
+                died = known if known.info.instance_id != info.instance_id else None
             self._add(info, known)
+        self._crash_loops.pop(info.worker_id, None)
         self.renew(
             info.worker_id, info.instance_id, load=None, draining=draining, adapters=adapters
         )
-        self._reconcile()
-
-    def _check_compatible(self, info: WorkerInfo) -> None:
-        if info.role in (Role.PREFILL, Role.DECODE) and info.kv is None:
-            raise InvalidRequest(
-                f"worker {info.worker_id}: a {info.role} worker needs a kv endpoint",
-                field="worker.kv",
-            )
-        for other in self.members.values():
-            if other.lost or other.worker_id == info.worker_id:
-                continue
-            if other.info.model.name != info.model.name:
-                if shared := set(info.model.names) & set(other.info.model.names):
-                    raise InvalidRequest(
-                        f"worker {info.worker_id}: {sorted(shared)} is a name of model "
-                        f"{other.info.model.name} on worker {other.worker_id}",
-                        field="worker.model.aliases",
-                    )
-                continue
-            for name in SAME_OF_A_MODEL:
-                ours, theirs = getattr(info.model, name), getattr(other.info.model, name)
-                if ours != theirs:
-                    raise InvalidRequest(
-                        f"worker {info.worker_id}: model {info.model.name} has {name} {ours}, but "
-                        f"{theirs} on worker {other.worker_id}",
-                        field=f"worker.model.{name}",
-                    )
+        return died
 
     def _add(self, info: WorkerInfo, before: Member | None) -> None:
-        away = apart(self.topology, info.topology)
-        member = Member(info, breaker=Breaker(self.health.eject_s), away=away)
+        member = Member(
+            info,
+            breaker=Breaker(self.health.eject_s),
+            router_distance=distance(self.topology, info.topology),
+        )
         if before is not None and before.info.instance_id != info.instance_id:
             member.replaced = before.info.instance_id
-        self.members[info.worker_id] = member
-        self._forget_views()
-        others = [m.info for m in self.members.values() if not m.lost and m is not member]
-        for pair in unpaired([info, *others]):
-            if info in (pair.prefill, pair.decode):
-                logger.warning(
-                    "%s and %s cannot exchange KV and will not be paired: %s",
-                    pair.prefill.worker_id,
-                    pair.decode.worker_id,
-                    pair.reason,
-                )
+        self._members[info.worker_id] = member
+        self._members_changed()
 
     def renew(
         self,
@@ -233,75 +162,92 @@ class Fleet:
         adapters: Collection[Adapter] = (),
         gpus: Sequence[w.GpuHealth] = (),
         account: Account | None = None,
-    ) -> bool:
-        """Extend a lease. Return False if this start of the worker must register. A report that was
-        not sent leaves the last one as it is."""
+    ) -> Member | None:
+        """Extend a lease and return the worker. Return None if this instance is unknown and must
+        register. A `load`, `kv` or `account` of None keeps the last report."""
         member = self._current(worker_id, instance_id)
         if member is None:
-            return False
-        before = member.state
-        member.lease_end = self.lease_now() + self.lease_s
-        member.draining, member.unhealthy, member.gpus = draining, unhealthy, gpus
-        if load is not None:
-            self.reported(member, load)
-        if kv is not None:
-            member.kv = kv
-        self._take_account(member, account)
-        self._report_adapters(member, {adapter.key: adapter for adapter in adapters})
-        if member.state != before:
+            return None
+        before, report = member.state, member.reported
+        member.lease_end = self.lease_clock.now() + self.lease_s
+        member.reported = structs.replace(
+            report,
+            draining=draining,
+            unhealthy=unhealthy,
+            gpus=gpus,
+            kv=report.kv if kv is None else kv,
+            adapters={adapter.key: adapter for adapter in adapters},
+            busy_s=report.busy_s if account is None else account.busy_s,
+            streams_s=report.streams_s
+            if account is None
+            else account.open_s + member.placed.ended_s,
+        )
+        has_more_room = load is not None and member.report_load(load)
+        has_other_adapters = member.reported.adapters.keys() != report.adapters.keys()
+        if has_more_room or has_other_adapters or member.state != before:
             self.capacity_changed()
-        return True
+        return member
 
-    def _report_adapters(self, member: Member, adapters: dict[str, Adapter]) -> None:
-        """An adapter that a worker reports for the first time is served. One that a worker reports
-        no more is not: another router unloads it. A revision is served until no worker has it."""
-        before, member.adapters = member.adapters, adapters
-        gone = before.keys() - adapters.keys()
-        for name in {(before | adapters)[key].name for key in before.keys() ^ adapters.keys()}:
-            if name in self.changing:
-                continue
-            reported = [x.adapters for x in self.members.values() if not x.lost]
-            found = {key: x for each in reported for key, x in each.items() if x.name == name}
-            served = self.adapters.pop(name, None)
-            if served is not None and (served.key in found or not found):
-                found = {served.key: served} | found  # without a worker, it waits for one
-            left = [x for key, x in found.items() if key not in gone]
-            if left:
-                self.adapters[name] = left[0]
-        if before.keys() != adapters.keys():
-            self.capacity_changed()
-
-    def _take_account(self, member: Member, account: Account | None) -> None:
-        if account is not None:
-            member.open_s, member.busy_s = account.open_s, account.busy_s
-            if self._accounting is not None:
-                self._accounting.reported(member.info, account)
-
-    def _waste_open(self, member: Member) -> None:
-        """What requests had taken of a worker that has died is lost."""
-        if self._accounting is not None:
-            self._accounting.wasted(member.info, WORKER_LOST, member.open_s)
-        member.open_s = 0.0
-
-    def deregister(self, worker_id: str, instance_id: str, account: Account | None = None) -> None:
-        """The worker leaves; unknown workers are ignored."""
+    def deregister(self, worker_id: str, instance_id: str, *, failure: str = "") -> Member | None:
+        """Remove a worker that stops, or that is lost because of `failure`, and return it. Return
+        None for an unknown worker."""
         member = self._current(worker_id, instance_id)
         if member is not None:
-            self._take_account(member, account)
-            self._lose(member, "it left")
-            self._reconcile()
+            self._lose(member, failure or "it left")
+            if not failure:
+                member.lost_as = MemberState.LEFT
+        return member
 
-    def expire(self) -> None:
-        """Lose the workers whose lease is over, and forget those lost for a while."""
-        now = self.lease_now()
+    def engine_died(self, member: Member) -> None:
+        """Drain a worker whose engine died. It refuses requests until it deregisters."""
+        member.reported = structs.replace(member.reported, draining=True)
+        self.capacity_changed()
+
+    def report_crash_loop(self, worker_id: str, role: Role, model: str, reason: str) -> None:
+        """List a crash-looping worker for operators for one lease. Ignored while connected."""
+        known = self.members.get(worker_id)
+        if known is not None and known.attached:
+            return
+        # A worker that never registered is known by its id, role and model alone.
+        info = WorkerInfo(
+            worker_id,
+            instance_id="",
+            role=role,
+            model=ModelInfo(model, "", 0, 0, ""),
+            address="",
+            kv=None,
+            block_size=0,
+            total_blocks=0,
+            limits=EngineLimits(0),
+        )
+        self._crash_loops[worker_id] = Member(
+            info if known is None else known.info,
+            lease_end=self.lease_clock.now() + self.lease_s,
+            lost=True,
+            lost_as=MemberState.CRASH_LOOPING,
+            reported=Reported(unhealthy=reason),
+        )
+
+    def expire(self) -> list[Member]:
+        """Mark workers with an expired lease as lost, and return them. Forget workers that were
+        lost for `forget_after_s`."""
+        now, expired = self.lease_clock.now(), []
         for member in list(self.members.values()):
             if not member.lost and now >= member.lease_end:
                 self._lose(member, "its lease expired")
-                self._waste_open(member)
-            elif member.lost and now - member.lease_end >= FORGET_AFTER_S:
-                del self.members[member.worker_id]
-                self._forget_views()
-        self._reconcile()
+                expired.append(member)
+            elif member.lost and now - member.lease_end >= self._forget_after_s:
+                del self._members[member.worker_id]
+                self._members_changed()
+        for loop in [x for x in self._crash_loops.values() if now >= x.lease_end]:
+            del self._crash_loops[loop.worker_id]
+        return expired
+
+    def close(self) -> None:
+        """Mark every worker as lost."""
+        for member in self.members.values():
+            if not member.lost:
+                self._lose(member, "the router is closing")
 
     def _current(self, worker_id: str, instance_id: str) -> Member | None:
         member = self.members.get(worker_id)
@@ -311,145 +257,39 @@ class Fleet:
 
     def _lose(self, member: Member, why: str) -> None:
         member.lost, member.attached, member.gone = True, False, why
-        member.lease_end = self.lease_now()
-        self._forget_views()
+        member.lease_end = self.lease_clock.now()
+        self._members_changed()
 
-    def _forget_views(self) -> None:
+    def _members_changed(self) -> None:
         self._by_model.clear()
         self._largest.clear()
         self._models = {}
-        self.slots = sum(m.info.max_num_seqs for m in self.members.values() if not m.lost)
-
-    # -- Connections
-
-    def link(self, member: Member) -> WorkerConnection:
-        """The connection of a worker that is not lost."""
-        return self._links[member]
-
-    @property
-    def open_streams(self) -> int:
-        return sum(link.open_streams for link in self._links.values())
-
-    def _reconcile(self) -> None:
-        """Open the connections of new workers, and close those of lost ones."""
-        if not self._is_open:
-            return
-        lost = [m for m in self._links if m.lost]
-        new = [m for m in self.members.values() if not m.lost and m not in self._links]
-        for member in lost:
-            reason = f"worker {member.worker_id} is gone: {member.gone}"
-            logger.info("%s", reason)
-            task = self._links.pop(member).close(reason)
-            if task is not None:
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
-        for member in new:
-            gaps = self._token_gaps
-            link = self._links[member] = WorkerConnection(
-                member,
-                router_id=self._router_id,
-                observer=self,
-                connect=self._connect,
-                token=self.dialer.token,
-                gaps=None if gaps is None else gaps(member.info.model.name),
-            )
-            link.start()
-        if lost or new:
-            self.capacity_changed()
-
-    def attached(self, member: Member) -> None:
-        """The connection to a worker is up."""
-        if member.lost:
-            return
-        member.attached = True
-        logger.info("%s worker %s is ready", member.info.role, member.worker_id)
-        if self._watches is not None:
-            self._links[member].watch_cache()
-        self.capacity_changed()
-
-    def detached(self, member: Member) -> None:
-        """The connection is down: the state of the engine is unknown."""
-        member.attached = False
-        member.load = member.kv = None
-        member.foreign_blocks = 0
-        if self._watches is not None:
-            self._watches.forget(member)
-        self.capacity_changed()
-
-    def reported(self, member: Member, load: WorkerLoad) -> None:
-        if member.reported(load):
-            self.capacity_changed()
-
-    def cache_changed(self, member: Member, update: w.CacheUpdate) -> None:
-        """The worker reported blocks of its prefix cache."""
-        if self._watches is not None:
-            self._watches.apply(member, update)
-
-    # -- Health
-
-    def succeeded(self, member: Member) -> None:
-        """A worker began to answer a request."""
-        member.breaker.success()
-
-    def failed(self, member: Member, reason: str) -> None:
-        """The engine of a worker failed a request."""
-        if member.breaker.failure(self.now(), reason):
-            logger.warning("worker %s is suspended: %s", member.worker_id, reason)
-
-    def stalled(self, member: Member, reason: str) -> None:
-        """A worker hangs: its streams fail."""
-        logger.warning("worker %s is suspended: %s", member.worker_id, reason)
-        member.breaker.trip(self.now(), reason)
-        self._links[member].drop(WorkerFailed(f"worker {member.worker_id} hangs: {reason}"))
-
-    def probed(self, member: Member) -> None:
-        """A probe was answered: a suspended worker gets requests again."""
-        logger.info("worker %s is given requests again", member.worker_id)
-        member.breaker.close()
-        self.capacity_changed()
-
-    async def _check(self) -> None:
-        while True:
-            for _ in range(TICKS_PER_CHECK):
-                await asyncio.sleep(TICK_S)
-                self.lease_clock.tick()
-            self.expire()
-            self._find_stalls()
-
-    def _find_stalls(self) -> None:
-        """The last ready worker keeps its streams, since they have nowhere to go."""
-        for member, link in list(self._links.items()):
-            why = member.stalls.check(
-                self.lease_now(),
-                frames=link.frames,
-                streams=link.open_streams,
-                load=member.load,
-                stall_s=self.health.stall_s,
-            )
-            is_last = bool(why) and self.is_last(member)
-            if is_last and not member.stalls.is_suspected:
-                logger.warning("the last worker %s may hang: %s", member.worker_id, why)
-            member.stalls.is_suspected = is_last
-            if why and not is_last:
-                self.stalled(member, why)
+        self.slots = sum(m.info.limits.max_num_seqs for m in self.members.values() if not m.lost)
+        self._membership.notify()
+        self._capacity.notify()
 
     # -- Views
 
+    def shown(self) -> Mapping[str, Member]:
+        """Return the members and the crash-looping workers, for status and metrics."""
+        return {**self.members, **self._crash_loops}
+
     def models(self) -> Mapping[str, ModelInfo]:
-        """Return the models of all workers by name. The model of a lost worker stays until that is
-        forgotten: requests wait for its return."""
+        """Return the models of all workers by name. The model of a lost worker stays until the
+        worker is forgotten, because requests wait for its return."""
         if not self._models:
+            # Lost workers first, so that the models of live ones replace theirs.
             members = sorted(self.members.values(), key=lambda m: not m.lost)
             self._models = {m.info.model.name: m.info.model for m in members}
         return self._models
 
     def of_model(self, name: str) -> Sequence[Member]:
-        """Return the workers of a model that generate, lost ones too, in the order of
-        registration."""
+        """Return the generating workers of a model in order of registration, including lost
+        ones."""
         return self._of_model(name, is_pooling=False)
 
     def pooling(self, name: str) -> Sequence[Member]:
-        """Return the workers of a model that compute embeddings, lost ones too."""
+        """Return the pooling workers of a model, including lost ones."""
         return self._of_model(name, is_pooling=True)
 
     def _of_model(self, name: str, *, is_pooling: bool) -> Sequence[Member]:
@@ -457,25 +297,29 @@ class Fleet:
         if found is None:
             members = [m for m in self.members.values() if m.info.model.name == name]
             found = [m for m in members if (m.info.role is Role.POOLING) == is_pooling]
+            # Clients make up names: to keep empty results would take memory for each.
             if found:
                 self._by_model[name, is_pooling] = found
         return found
 
     def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
-        """Return the most tokens that a worker of a model holds, and the largest block size.
+        """Return the largest capacity of a worker of a model in tokens, and the largest block size.
         Prefill workers count only with `prefill_only`, or if there are no others."""
         found = self._largest.get((model, prefill_only))
         if found is None:
             members = self.of_model(model)
-            able = [m for m in members if prefill_only or m.info.role is not Role.PREFILL]
-            able = able or list(members)
-            found = max(m.capacity_tokens for m in able), max(m.info.block_size for m in able)
+            decoding = [m for m in members if prefill_only or m.info.role is not Role.PREFILL]
+            decoding = decoding or list(members)
+            found = (
+                max(m.capacity_tokens for m in decoding),
+                max(m.info.block_size for m in decoding),
+            )
             self._largest[model, prefill_only] = found
         return found
 
     def candidates(self, model: str) -> list[Candidate]:
-        """Return the workers of a model as a placement decision sees them. If none is ready,
-        suspended workers count as ready: there is nowhere else to go."""
+        """Return snapshots of the workers of a model for a placement decision. If none is ready,
+        suspended workers count as ready, because any worker is better than none."""
         members = self.of_model(model)
         found = [m.seen() for m in members]
         if MemberState.READY in [c.state for c in found]:
@@ -486,7 +330,7 @@ class Fleet:
         return any(m.state is MemberState.READY for m in self.of_model(model))
 
     def is_last(self, member: Member) -> bool:
-        """Return whether no other worker of its model is ready."""
+        """Return True if no other worker of its model is ready."""
         is_pooling = member.info.role is Role.POOLING
         others = self._of_model(member.info.model.name, is_pooling=is_pooling)
         return not any(m.state is MemberState.READY for m in others if m is not member)

@@ -1,1 +1,1 @@
-"""Placement: which workers serve a request. Pure functions over what is known of each worker."""
+"""Placement: selects workers for a request by pure functions over snapshots of the workers."""

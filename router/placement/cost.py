@@ -3,25 +3,25 @@
 TTFT = wait behind prompts that were placed before + prefill time (a step model fitted for each
 worker). Then decode waits for the exposed part of the KV transfer. All times are in seconds.
 
-What counts is latency targets kept. A latency well within its limit costs a little, in proportion;
-one well beyond it has broken the target, and more delay costs only a little again. In between,
-where a prediction may err either way, the cost rises steeply:
+The cost counts missed latency targets. A latency well within its limit costs a little, in
+proportion. A latency well beyond it has missed the target, and more delay costs only a little
+again. Between them a prediction may err either way, and the cost rises steeply:
 
     x = latency / limit        cost = EARLY · x + (1 - EARLY) · ramp(x)
                                ramp: 0 up to 1 - SPREAD, 1 from 1 + SPREAD on
 
-One broken target costs `slo.ttft_s` seconds.
+One missed target costs `slo.ttft_s` seconds.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from pdserve.step_moments import (
+from pdserve.observe.step_costs import (
     DECODE_KV_TOKENS,
     DECODE_REQS,
     PREFILL_PAIRS,
@@ -33,38 +33,38 @@ from pdserve.step_moments import (
 )
 from pdserve.types import Role
 from router.admission import LatencyEstimate
-from router.placement.topology import PRIOR_S, apart
+from router.placement.topology import PRIOR_S, distance
 from router.placement.values import MemberState, Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
     from pdserve.config import SloConfig
-    from pdserve.step_moments import Moments
-    from pdserve.types import Receipt, Usage
-    from router.fleet.registry import Fleet
+    from pdserve.observe.step_costs import Moments
+    from pdserve.types import Receipt, Usage, WorkerInfo
     from router.placement.values import Cached, Candidate, Decision, Demand
 
 EARLY = 0.1
 SPREAD = 0.3
-# Aggregated prefill must be cheaper by this share and these seconds to be chosen.
+# Aggregated prefill is chosen only if it is cheaper by this share and these seconds. Otherwise
+# errors of the prediction would decide, and a prompt on a decode worker delays its streams.
 MARGIN = 0.1
 MARGIN_S = 0.002
 
 MIN_STEPS = 8.0  # measured steps of a kind before anything is predicted
-OWN_STEPS = 16.0  # measured steps of a kind before a worker is told from the others
+OWN_STEPS = 16.0  # measured steps of a kind before a worker is fitted by itself
 MAX_EXTRAPOLATION = 8.0  # longest prompt predicted, over the longest measured
 REFIT_S = 2.0
-LEARNING_S = 0.1  # instead of it while prefill is unknown
+LEARNING_S = 0.1  # replaces REFIT_S while prefill has not been measured
 MIN_SAMPLES = 5.0
 REMEMBERED = 64.0
 MAX_PAIRS = 4096
-FIRST_GAPS = 16.0  # gaps between tokens in an answer, before any was seen
+FIRST_GAPS = 16.0  # assumed gaps between tokens in an answer, before the first answer
 
 
 class PromptWork(Struct, frozen=True):
-    """Prefill left to do: `tokens`, the `pairs` of tokens that attend to each other, and the `end`
-    of the longest context."""
+    """Remaining prefill work: `tokens` to compute, `pairs` of tokens that attend to each other, and
+    `end`, the length of the longest context."""
 
     tokens: int = 0
     pairs: float = 0.0
@@ -88,10 +88,11 @@ _NO_BATCH = Batch()
 
 
 def decode_batch(candidate: Candidate) -> Batch:
-    """Return what a worker decodes now: as it reported, otherwise as this router placed."""
+    """Return the batch that a worker decodes now: as reported, or before the first report, as
+    placed by this router."""
     info, load = candidate.info, candidate.load
     if candidate.role is Role.PREFILL:
-        return _NO_BATCH
+        return _NO_BATCH  # its requests are prompts, which the queues count
     if load is None:
         return Batch(candidate.outstanding_requests, candidate.reserved_blocks * info.block_size)
     used = max(0, info.total_blocks - load.free_blocks)
@@ -99,13 +100,13 @@ def decode_batch(candidate: Candidate) -> Batch:
 
 
 class StepModel(Struct, frozen=True):
-    """Duration of an engine step, linear in the features of pdserve/step_moments.py."""
+    """Duration of an engine step, linear in the features of pdserve/observe/step_costs.py."""
 
     coefficients: tuple[float, ...]
     prefill_steps: float = 0.0
     decode_steps: float = 0.0
     prefill_end: int = 0
-    chunk_tokens: int = 0
+    chunk_tokens: int = 0  # 0: the engine computes a prompt in one step
 
     @property
     def knows_prefill(self) -> bool:
@@ -122,22 +123,23 @@ class StepModel(Struct, frozen=True):
         )
 
     def prompt_s(self, tokens: int, pairs: float) -> float:
-        """Return what computing a prompt adds to the steps that it takes part in."""
+        """Return the time that a prompt adds to the steps that compute it."""
         _, token, pair, _, _ = self.coefficients
         return token * tokens / PREFILL_TOKENS + pair * pairs / PREFILL_PAIRS
 
-    def prefill_s(self, work: PromptWork, beside: Batch = _NO_BATCH) -> float | None:
-        """Return the time to the first token while `beside` decodes in the same steps, None if it
-        cannot be predicted."""
+    def prefill_s(self, work: PromptWork, running: Batch = _NO_BATCH) -> float | None:
+        """Return the time to the first token while the batch `running` decodes in the same steps.
+        Return None if it cannot be predicted."""
+        # The fit says little about prompts far longer than any measured one.
         if not self.knows_prefill or work.end > MAX_EXTRAPOLATION * self.prefill_end:
             return None
         steps = math.ceil(work.tokens / self.chunk_tokens) if self.chunk_tokens else 1
-        return steps * self.decode_step_s(beside) + self.prompt_s(work.tokens, work.pairs)
+        return steps * self.decode_step_s(running) + self.prompt_s(work.tokens, work.pairs)
 
 
 def fit_steps(own: StepMoments, pool: StepMoments, chunk_tokens: int = 0) -> StepModel:
-    """Fit a worker's steps. Those of `pool`, all workers of the model, stand for a kind of step of
-    which the worker measured too few."""
+    """Fit the step model of a worker. A kind of step that the worker measured too rarely is taken
+    from `pool`, the steps of all workers of the model."""
     prefill, decode = _enough(own.prefill, pool.prefill), _enough(own.decode, pool.decode)
     both = total((prefill, decode))
     return StepModel(fit_costs(both), prefill.steps, decode.steps, both.end, chunk_tokens)
@@ -148,7 +150,7 @@ def _enough(own: Moments, pool: Moments) -> Moments:
 
 
 class Latency(Struct, frozen=True):
-    """Predicted mean latency under a load; infinite if that is more than the workers can do."""
+    """Predicted mean latency under a load; infinite if the load exceeds the workers' capacity."""
 
     ttft_s: float
     tpot_s: float
@@ -161,12 +163,12 @@ class Latency(Struct, frozen=True):
 def predicted_latencies(
     steps: StepModel, means: RequestMeans, prefill_workers: int, decode_workers: int
 ) -> tuple[Latency, Latency] | None:
-    """Predict the requests of `means` on prefill and decode workers, and on as many aggregated
-    ones. Return None while too little was measured.
+    """Predict the mean latency of requests like `means` on prefill and decode workers, and on the
+    same number of aggregated workers. Return None while too little was measured.
 
-    A worker that prefills `rate` prompts a second is a queue with constant service time (M/D/1). A
-    share of a decode worker's time goes to its streams, by Little's law, and in an aggregated one
-    also to prompts; a step takes that much longer.
+    A worker that prefills `rate` prompts a second is a queue with constant service time (M/D/1). By
+    Little's law its streams use a share of a decode worker's time, and prompts too if it is
+    aggregated. A step takes longer by that share.
     """
     prompt_tokens, gaps = round(means.prompt_tokens.value), max(1.0, means.gaps.value)
     work, rate = prompt_work(max(1, prompt_tokens)), 1.0 / max(means.interval_s.value, 1e-9)
@@ -198,8 +200,8 @@ def predicted_latencies(
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
-    """A prompt that waits or is computed on a worker."""
+class QueuedPrompt:
+    """A prompt that is queued or being computed on a worker."""
 
     worker_id: str
     work: PromptWork
@@ -207,11 +209,11 @@ class Ticket:
 
 @dataclass(slots=True)
 class _PromptQueue:
-    """Prompts that this router placed on a worker, in order, and their sums. `head_since` is when
-    the first one's turn began."""
+    """Prompts that this router placed on a worker, in order, and their summed work. `head_since`:
+    when the first prompt reached the head of the queue."""
 
     head_since: float
-    tickets: dict[Ticket, None] = field(default_factory=dict)
+    prompts: dict[QueuedPrompt, None] = field(default_factory=dict)
     tokens: int = 0
     pairs: float = 0.0
 
@@ -222,7 +224,8 @@ class _PromptQueue:
 
 @dataclass(slots=True)
 class _Fits:
-    """Step models of a model's workers, as they had measured at `at`. `moments` are of all."""
+    """Step models of a model's workers, fitted at time `at`. `moments` sums the steps of all
+    workers, and `pooled` is fitted to them."""
 
     at: float
     moments: StepMoments
@@ -232,7 +235,7 @@ class _Fits:
 
 @dataclass(slots=True)
 class _Mean:
-    """A moving mean over about the last REMEMBERED values."""
+    """Moving mean over about the last REMEMBERED values."""
 
     count: float = 0.0
     value: float = 0.0
@@ -244,9 +247,11 @@ class _Mean:
 
 @dataclass(slots=True)
 class RequestMeans:
-    """Moving means over the answered requests of a model. `prompt_tokens` are computed ones,
-    `first_s` is from placement to the first token, `gaps` the output tokens less one, `interval_s`
-    the time between two answers."""
+    """Moving means over the answered requests of a model.
+
+    `prompt_tokens`: prompt tokens that were not cached. `first_s`: from placement to the first
+    token. `gaps`: output tokens minus one. `interval_s`: time between two answers.
+    """
 
     prompt_tokens: _Mean = field(default_factory=_Mean)
     prefill_s: _Mean = field(default_factory=_Mean)
@@ -259,23 +264,54 @@ class RequestMeans:
 
     @property
     def decoding_share(self) -> float:
-        """Share of a request's time on its decode worker in which it decodes."""
+        """Share of a request's time on its decode worker that it decodes; the rest is waiting for
+        prefill."""
         return self.decode_s.value / max(self.first_s.value + self.decode_s.value, 1e-9)
 
 
-class CostModel:
-    """Predictions for placement and admission, from what the workers of `fleet` measured and what
-    `placed`, `computed` and `answered` are told."""
+class MeasuredWorker(Protocol):
+    """A registered worker and the engine steps that it measured, None before its first report."""
 
-    def __init__(self, fleet: Fleet, slo: SloConfig, clock: Callable[[], float]) -> None:
+    @property
+    def info(self) -> WorkerInfo: ...
+    @property
+    def steps(self) -> StepMoments | None: ...
+    @property
+    def state(self) -> MemberState: ...
+
+
+class MeasuredFleet(Protocol):
+    """All registered workers, by id and by model."""
+
+    @property
+    def members(self) -> Mapping[str, MeasuredWorker]: ...
+    def of_model(self, name: str) -> Iterable[MeasuredWorker]: ...
+
+
+class CostModel:
+    """Predictions for placement and admission. They come from the step times that the workers of
+    `fleet` report, and from the requests recorded by `placed`, `computed` and `answered`."""
+
+    def __init__(
+        self,
+        fleet: MeasuredFleet,
+        slo: SloConfig,
+        clock: Callable[[], float],
+        *,
+        refit_s: float = REFIT_S,
+        max_pairs: int = MAX_PAIRS,
+    ) -> None:
+        """`refit_s`: interval between fits. `max_pairs`: pairs of workers whose transfers are
+        remembered."""
         self.slo = slo
+        self._refit_s, self._max_pairs = refit_s, max_pairs
         self._fleet = fleet
         self._clock = clock
         self._fits: dict[str, _Fits] = {}  # by model
         self._queues: dict[str, _PromptQueue] = {}  # by worker
         self._means: dict[str, RequestMeans] = {}  # by model
         self._transfers: dict[tuple[str, str], _Mean] = {}
-        self._distances: dict[tuple[str, str], _Mean] = {}  # by model and topology.apart
+        self._distances: dict[tuple[str, str], _Mean] = {}  # by model and topology.distance
 
     def step_model(self, worker_id: str) -> StepModel | None:
         """Return the step model of a registered worker."""
@@ -285,15 +321,15 @@ class CostModel:
         fits = self._fits_of(member.info.model.name)
         model = fits.by_worker.get(worker_id)
         if model is None:
-            told = member.info.settings.get("max_num_batched_tokens", "")
-            chunk_tokens = int(told) if told.isdecimal() else 0
+            chunk_tokens = member.info.limits.max_num_batched_tokens
             model = fit_steps(member.steps or StepMoments(), fits.moments, chunk_tokens)
             fits.by_worker[worker_id] = model
         return model
 
     def _fits_of(self, model: str) -> _Fits:
         now, fits = self._clock(), self._fits.get(model)
-        fresh_s = REFIT_S if fits is not None and fits.pooled.knows_prefill else LEARNING_S
+        # Refit more often until prefill is known, since nothing can be predicted before.
+        fresh_s = self._refit_s if fits is not None and fits.pooled.knows_prefill else LEARNING_S
         if fits is None or now - fits.at >= fresh_s:
             moments = pooled(m.steps for m in self._fleet.of_model(model) if m.steps is not None)
             fits = self._fits[model] = _Fits(now, moments, fit_steps(moments, StepMoments()))
@@ -305,7 +341,8 @@ class CostModel:
         return means if means is not None and means.gaps.count >= MIN_SAMPLES else None
 
     def estimate(self, model: str, prompt_tokens: int, max_tokens: int) -> LatencyEstimate | None:
-        """Predict the latency of a request of a model, for admission."""
+        """Predict the latency of a request for admission. Return None while too little was
+        measured."""
         means = self.means(model)
         if means is None:
             return None
@@ -317,20 +354,20 @@ class CostModel:
         return LatencyEstimate(wait_s, prefill_s, decode_s)
 
     def disaggregation(self, model: str) -> str:
-        """Say whether prefill/decode disaggregation helps at the load of the last requests."""
+        """Return a sentence that says whether disaggregation helps at the recent load."""
         found = self.counterfactual(model)
         if found is None:
             return "not enough data"
-        told = [
+        texts = [
             f"TTFT {x.ttft_s:.3f} s, TPOT {x.tpot_s:.4f} s" if x.is_finite else "overload"
             for x in found
         ]
         helps = "yes" if self.prefers(*found) else "no"
-        return f"{helps}: predicted {told[0]}; aggregated {told[1]}"
+        return f"{helps}: predicted {texts[0]}; aggregated {texts[1]}"
 
     def counterfactual(self, model: str) -> tuple[Latency, Latency] | None:
-        """Predict the last requests of a model on its prefill and decode workers, and on as many
-        aggregated ones. Return None while too little was measured."""
+        """Predict the mean latency of recent requests on the model's prefill and decode workers,
+        and on the same number of aggregated workers. Return None while too little was measured."""
         means = self.means(model)
         if means is None:
             return None
@@ -339,7 +376,7 @@ class CostModel:
         return predicted_latencies(self._fits_of(model).pooled, means, *counts)
 
     def prefers(self, first: Latency, second: Latency) -> bool:
-        """Return True if the first latency costs less, measured by the SLO."""
+        """Return True if the first latency has the lower cost by the SLO."""
         cost_s = [
             self._ttft_cost_s(x.ttft_s) + self._tpot_cost_s(x.tpot_s) for x in (first, second)
         ]
@@ -348,21 +385,19 @@ class CostModel:
     def predict(
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
     ) -> Prediction | None:
-        """Predict a placement, aggregated on `decode` without `prefill`. Return None while too
-        little was measured."""
+        """Predict a placement. Without `prefill` it is aggregated on `decode`. Return None while
+        too little was measured."""
         steps, batch = self.step_model(decode.worker_id), decode_batch(decode)
         if steps is None or not steps.knows_decode:
             return None
-        if prefill is None and batch.reqs >= decode.info.max_num_seqs:
+        if prefill is None and batch.reqs >= decode.info.limits.max_num_seqs:
             return None  # it would wait for a slot, for an unknown time
-        worker, beside = (decode, batch) if prefill is None else (prefill, _NO_BATCH)
+        worker, running = (decode, batch) if prefill is None else (prefill, _NO_BATCH)
         work = _work(demand, worker, cached)
-        first = self._first_token_s(worker.worker_id, work, beside)
-        transfer_s: float | None = 0.0
-        if prefill is not None:
-            transfer_s = self._transfer_s(demand.model, prefill, decode)
-        if first is None or transfer_s is None:
+        first = self._first_token_s(worker.worker_id, work, running)
+        if first is None:
             return None
+        transfer_s = 0.0 if prefill is None else self._transfer_s(demand.model, prefill, decode)
         queue_s, prefill_s = first
         itl_s, gaps = steps.decode_step_s(batch), self._gaps(demand.model)
         cost_s = self._ttft_cost_s(queue_s + prefill_s) + self._tpot_cost_s(
@@ -386,19 +421,24 @@ class CostModel:
     def _harm(
         self, decode: Candidate, steps: StepModel, work: PromptWork, batch: Batch, gaps: float
     ) -> tuple[float, float]:
-        """Return the delay of the streams of `decode` by a prompt there, and what it costs."""
+        """Return the summed delay of the streams on `decode` by a prompt there, and its cost."""
         delay_s, before_s = steps.prompt_s(work.tokens, work.pairs), steps.decode_step_s(batch)
         streams = batch.reqs
         if queue := self._queues.get(decode.worker_id):
-            streams += len(queue.tickets)
+            # Queued prompts become streams, and they already delay the streams that run.
+            streams += len(queue.prompts)
             before_s += steps.prompt_s(queue.tokens, queue.pairs) / gaps
         after_s = before_s + delay_s / gaps
         cost_s = streams * (self._tpot_cost_s(after_s) - self._tpot_cost_s(before_s))
         return streams * delay_s, cost_s
 
     def tier_worth(self, demand: Demand, worker: Candidate, cached: int, in_tiers: int) -> int:
-        """Return the cached tokens that would save as much time as loading `in_tiers` tokens: all
-        while the time of either is unknown; less than none if loading is slower than computing."""
+        """Return the number of cached tokens that would save as much time as loading `in_tiers`
+        tokens from host memory.
+
+        Return `in_tiers` while either time is unknown. The result is negative if loading is slower
+        than computing.
+        """
         steps = self.step_model(worker.worker_id)
         if worker.load is None or steps is None or not steps.knows_prefill:
             return in_tiers
@@ -412,6 +452,7 @@ class CostModel:
         """Return False if the predicted TPOT of `decode` with one more request exceeds
         `reject_factor × tpot_s`."""
         limit_s = self.slo.tpot_s * self.slo.reject_factor
+        # An idle worker accepts a request in any case, however strict the limit is.
         if not limit_s or demand.prefill_only or not decode.outstanding_requests:
             return True
         model = self.step_model(decode.worker_id)
@@ -419,47 +460,49 @@ class CostModel:
             return True
         means, batch = self.means(demand.model), decode_batch(decode)
         context = batch.kv_tokens / batch.reqs if batch.reqs else demand.prompt_tokens
-        # The prompts of the others are still being computed elsewhere.
+        # The other requests placed there still wait for their prefill and do not decode yet.
         decoding = decode.outstanding_requests * (1.0 if means is None else means.decoding_share)
         alone_s = model.decode_step_s(Batch(1, round(context)))
         slope_s = model.decode_step_s(Batch(2, round(2 * context))) - alone_s
         return alone_s + decoding * slope_s <= limit_s
 
-    def placed(self, decision: Decision) -> tuple[Prediction | None, Ticket]:
-        """Record a placement. Return its prediction, and a ticket for `computed`."""
+    def placed(self, decision: Decision) -> tuple[Prediction | None, QueuedPrompt]:
+        """Record a placement. Return its prediction, and the prompt to pass to `computed`."""
         placement, demand = decision.placement, decision.demand
         assert placement is not None, "the request was placed"
         decode, prefill = placement.decode, placement.prefill
         prediction = None
         if not demand.prefill_only:
             names = (None if prefill is None else prefill.worker_id, decode.worker_id)
+            # The policy has predicted it already, if it compares costs.
             made = {(p.prefill, p.decode): p for p in decision.predictions}
             prediction = made.get(names) or self.predict(demand, prefill, decode, decision.cached)
         worker = prefill or decode
-        ticket = Ticket(worker.worker_id, _work(demand, worker, decision.cached))
-        queue = self._queues.get(ticket.worker_id)
+        prompt = QueuedPrompt(worker.worker_id, _work(demand, worker, decision.cached))
+        queue = self._queues.get(prompt.worker_id)
         if queue is None:
-            queue = self._queues[ticket.worker_id] = _PromptQueue(self._clock())
-        queue.tickets[ticket] = None
-        queue.change(ticket.work, 1)
-        return prediction, ticket
+            queue = self._queues[prompt.worker_id] = _PromptQueue(self._clock())
+        queue.prompts[prompt] = None
+        queue.change(prompt.work, 1)
+        return prediction, prompt
 
-    def computed(self, ticket: Ticket) -> None:
-        """A prompt was computed or given up. Telling so again does nothing."""
-        queue = self._queues.get(ticket.worker_id)
-        if queue is None or ticket not in queue.tickets:
+    def computed(self, prompt: QueuedPrompt) -> None:
+        """Record that a prompt was computed or given up. A second call does nothing."""
+        queue = self._queues.get(prompt.worker_id)
+        if queue is None or prompt not in queue.prompts:
             return
-        if next(iter(queue.tickets)) is ticket:
+        if next(iter(queue.prompts)) is prompt:
+            # The next prompt begins when the first one ends, not when it was placed.
             queue.head_since = self._clock()
-        del queue.tickets[ticket]
-        queue.change(ticket.work, -1)
-        if not queue.tickets:
-            del self._queues[ticket.worker_id]
+        del queue.prompts[prompt]
+        queue.change(prompt.work, -1)
+        if not queue.prompts:
+            del self._queues[prompt.worker_id]
 
     def answered(
         self, model: str, usage: Usage, receipt: Receipt, *, ttft_s: float, e2e_s: float
     ) -> None:
-        """Record a request that was answered at its first attempt; times count from placement."""
+        """Record a request that was answered at its first attempt. Times count from placement."""
         means = self._means.setdefault(model, RequestMeans())
         means.prompt_tokens.add(max(1, usage.prompt_tokens - usage.cached_tokens))
         means.prefill_s.add(receipt.prefill_s)
@@ -475,48 +518,51 @@ class CostModel:
             means.transfer_s.add(exposed_s)
             found = map(self._fleet.members.get, (receipt.prefill_worker, receipt.decode_worker))
             prefill, decode = [{} if x is None else x.info.topology for x in found]
-            key = (model, apart(prefill, decode))
+            key = (model, distance(prefill, decode))
             self._distances.setdefault(key, _Mean()).add(exposed_s)
             pair = (receipt.prefill_worker, receipt.decode_worker)
+            # Move the pair to the end: the first one is then the least recently used.
             self._transfers[pair] = self._transfers.pop(pair, _Mean())
             self._transfers[pair].add(exposed_s)
-            if len(self._transfers) > MAX_PAIRS:
+            if len(self._transfers) > self._max_pairs:
                 del self._transfers[next(iter(self._transfers))]
 
     def _first_token_s(
-        self, worker_id: str, work: PromptWork, beside: Batch
+        self, worker_id: str, work: PromptWork, running: Batch
     ) -> tuple[float, float] | None:
-        """Return the wait behind the prompts ahead, and the time from there to the first token. An
-        engine computes prompts in order, several in a step if they fit."""
+        """Return the wait behind the queued prompts, and the time from its end to the first token.
+        An engine computes prompts in order, several in one step if they fit."""
         steps, queue = self.step_model(worker_id), self._queues.get(worker_id)
-        alone_s = None if steps is None else steps.prefill_s(work, beside)
+        alone_s = None if steps is None else steps.prefill_s(work, running)
         if steps is None or alone_s is None or queue is None:
             return None if alone_s is None else (0.0, alone_s)
+        # Predicted as one prompt and not summed: prompts that share a step share its fixed cost.
         ahead = PromptWork(queue.tokens + work.tokens, queue.pairs + work.pairs, work.end)
-        head = next(iter(queue.tickets)).work
-        together_s = steps.prefill_s(ahead, beside)
-        head_s = steps.prefill_s(PromptWork(head.tokens, head.pairs), beside)
+        head = next(iter(queue.prompts)).work
+        together_s = steps.prefill_s(ahead, running)
+        head_s = steps.prefill_s(PromptWork(head.tokens, head.pairs), running)
         if together_s is None or head_s is None:
             return None
+        # The engine has worked on the first prompt since then, but no longer than it takes.
         done_s = min(self._clock() - queue.head_since, head_s)
         return max(0.0, together_s - done_s - alone_s), alone_s
 
     def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
-        """Return the mean wait for KV between workers as far apart as these, assumed while too
-        little was measured; 0 for those that their labels do not tell apart."""
-        level = apart(prefill.info.topology, decode.info.topology)
+        """Return the mean wait for KV between workers at this distance, or the prior while too
+        little was measured. Return 0 if their labels show no distance."""
+        level = distance(prefill.info.topology, decode.info.topology)
         mean = self._distances.get((model, level)) if level else None
         return mean.value if mean is not None and mean.count >= MIN_SAMPLES else PRIOR_S[level]
 
-    def _transfer_s(self, model: str, prefill: Candidate, decode: Candidate) -> float | None:
-        """Return the mean wait for KV between two workers, or between all as far apart. Return None
-        if nothing was measured, and their labels do not tell them apart."""
-        level = apart(prefill.info.topology, decode.info.topology)
+    def _transfer_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
+        """Return the mean wait for KV between two workers, or between all workers at this distance,
+        or the prior while neither was measured."""
+        level = distance(prefill.info.topology, decode.info.topology)
         pair = self._transfers.get((prefill.worker_id, decode.worker_id))
         for mean in (pair, self._distances.get((model, level))):
             if mean is not None and mean.count >= MIN_SAMPLES:
                 return mean.value
-        return PRIOR_S[level] if level else None
+        return PRIOR_S[level]
 
     def _gaps(self, model: str) -> float:
         means = self._means.get(model)
@@ -534,8 +580,8 @@ def _cost(x: float) -> float:
     return EARLY * x + (1.0 - EARLY) * ramp
 
 
-def beats(cost_s: float, other_s: float) -> bool:
-    """Return True if one cost is clearly lower than another."""
+def is_clearly_cheaper(cost_s: float, other_s: float) -> bool:
+    """Return True if `cost_s` is lower than `other_s` by the margins."""
     return cost_s < other_s * (1.0 - MARGIN) - EARLY * MARGIN_S
 
 

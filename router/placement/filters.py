@@ -1,8 +1,8 @@
-"""Filters: which workers can serve a demand, and in words why others cannot.
+"""Filters: select the workers that can serve a demand, and explain why others cannot.
 
-In this order: ready; large enough for the prompt and a token; with the LoRA adapter loaded; not to
-be avoided, unless its role would have no other worker; able to exchange KV with a worker of the
-other phase; KV blocks and a slot for the adapter free.
+A worker must, in this order: be ready; hold the prompt and one token; have the LoRA adapter loaded;
+not be in `without`; not be in `avoid`, unless the role has no other worker; exchange KV with a
+worker of the other phase; have free KV blocks and a free slot for the adapter.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Unavailable
-from pdserve.kv_pairs import exchange, unpaired
+from pdserve.kv_compatibility import exchange, unpaired
 from pdserve.types import Role
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pdserve.kv_pairs import KvKind
+    from pdserve.kv_compatibility import KvKind
     from router.placement.values import Candidate, Decision, Demand
 
 AGGREGATED = "aggregated"
 LIVE_KV = "live_kv"
 
+# Reasons that one error names: those of a large fleet would make it unreadable.
 _MAX_REASONS = 3
 
 
 @dataclass(slots=True)
 class Eligible:
-    """Ready and large enough workers by role."""
+    """Workers by role that are ready and large enough."""
 
     prefills: list[Candidate]
     decodes: list[Candidate]
@@ -38,8 +39,10 @@ class Eligible:
     _by_kind: dict[KvKind, list[Candidate]] = field(default_factory=dict)
 
     def producers(self, decode: Candidate) -> list[Candidate]:
-        """Return the prefill workers that can give KV to `decode`, excluded pairs too. Decode
-        workers of one kind get the same list."""
+        """Return the prefill workers that can send KV to `decode`, including excluded pairs.
+
+        Decode workers of one kind share one list object: computed once, and drawn from once.
+        """
         found = self._by_kind.get(decode.kind)
         if found is None:
             found = [c for c in self.prefills if exchange(c.kind, decode.kind)]
@@ -47,8 +50,10 @@ class Eligible:
         return found
 
     def allowed_producers(self, decode: Candidate) -> list[Candidate]:
-        """Return `producers` without excluded pairs."""
+        """Return `producers(decode)` without excluded pairs."""
         found = self.producers(decode)
+        # The shared list itself, unless a pair of this worker is excluded: policies draw once for
+        # all decode workers with the same list.
         if not self.excluded or all(decode.worker_id != name for _, name in self.excluded):
             return found
         return [c for c in found if (c.worker_id, decode.worker_id) not in self.excluded]
@@ -58,7 +63,8 @@ class Eligible:
         return any(self.producers(c) for c in self.decodes)
 
     def with_room(self, demand: Demand) -> list[Candidate]:
-        """Return the workers that can decode, get KV from somewhere, and have room."""
+        """Return the workers that can decode, have a producer of KV if they need one, and have
+        room."""
         decodes = [c for c in self.decodes if self.producers(c)]
         return [c for c in (*decodes, *self.aggregated) if c.has_room(demand)]
 
@@ -70,25 +76,26 @@ def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
         Role.DECODE: found.decodes,
         Role.AGGREGATED: found.aggregated,
     }
-    for c in prefer(able(candidates, demand), demand.avoid):
+    for c in prefer(feasible(candidates, demand), demand.avoid):
         lists[c.role].append(c)
     return found
 
 
-def able(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate]:
-    """Return the ready workers that could run the prompt and a token if they were idle."""
-    least, adapter = demand.prompt_tokens, demand.adapter
+def feasible(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate]:
+    """Return the ready workers that could run the prompt and one token if they were idle."""
+    least, adapter, without = demand.prompt_tokens, demand.adapter, demand.without
     return [
         c
         for c in candidates
         if c.state is MemberState.READY
         and c.capacity_tokens > least
         and (not adapter or adapter in c.adapters)
+        and (not without or c.worker_id not in without)
     ]
 
 
 def prefer(candidates: list[Candidate], avoid: frozenset[str]) -> list[Candidate]:
-    """Remove the workers to avoid, except from roles that would have no worker left."""
+    """Return `candidates` without the workers in `avoid`, except where a role has no others."""
     if not avoid:
         return candidates
     kept_roles = {c.role for c in candidates if c.worker_id not in avoid}
@@ -98,9 +105,10 @@ def prefer(candidates: list[Candidate], avoid: frozenset[str]) -> list[Candidate
 def check_servable(
     candidates: Sequence[Candidate], model: str, *, aggregated: bool = False
 ) -> None:
-    """Raise Unavailable, naming what is missing, unless an idle pool of the ready workers could
-    serve `model`: with `aggregated` on one worker of any role."""
+    """Raise Unavailable, naming what is missing, unless the ready workers could serve `model` if
+    idle. With `aggregated`, one ready worker of any role is enough."""
     ready = [c for c in candidates if c.state is MemberState.READY]
+    # Every engine can do both phases, that of a prefill worker too.
     if (ready and aggregated) or any(c.role is Role.AGGREGATED for c in ready):
         return
     prefills = [c for c in ready if c.role is Role.PREFILL]
@@ -112,7 +120,7 @@ def check_servable(
 def what_is_missing(
     wanted: str, prefills: Sequence[Candidate], decodes: Sequence[Candidate]
 ) -> str:
-    """Say why no pair of these workers can serve what is wanted."""
+    """Return a sentence that says why no pair of these workers can serve `wanted`."""
     if prefills and decodes:
         reasons = [pair.reason for pair in unpaired(c.info for c in (*prefills, *decodes))]
         text = _some(reasons, " | ", "{} more pairs")
@@ -132,7 +140,7 @@ def with_states(error: Unavailable, candidates: Iterable[Candidate]) -> Unavaila
 
 
 def _some(parts: list[str], separator: str, rest: str) -> str:
-    """Join the first parts, and say how many more there are."""
+    """Join the first parts and append the number of the others."""
     text, more = separator.join(parts[:_MAX_REASONS]), len(parts) - _MAX_REASONS
     glue = " " if separator == ", " else separator
     return text if more <= 0 else f"{text}{glue}and {rest.format(more)}"
@@ -145,9 +153,13 @@ _NOT_TRIED = {
 
 
 def why_not(decision: Decision) -> dict[str, str]:
-    """Say, by worker id, why each candidate that was not scored was not."""
+    """Return, by worker id, why each candidate without a score was not considered.
+
+    Derived when `explain` asks for it, so that placements do not pay for the texts.
+    """
     boards = (decision.prefill, decision.decode)
     scored = {c for board in boards if board is not None for c in board.candidates}
+    # Filtered again: the decision keeps its inputs, and filters depend on nothing else.
     found = eligible(decision.candidates, decision.demand)
     return {
         c.worker_id: _reason(c, decision, found) for c in decision.candidates if c not in scored
@@ -162,13 +174,16 @@ def _reason(candidate: Candidate, decision: Decision, found: Eligible) -> str:
         return f"holds {capacity} tokens, the prompt alone has {demand.prompt_tokens}"
     if demand.adapter and demand.adapter not in candidate.adapters:
         return f"adapter {demand.adapter} is not loaded"
+    if candidate.worker_id in demand.without:
+        return "it failed this request, or runs another one under which a worker died"
     if candidate not in (*found.prefills, *found.decodes, *found.aggregated):
         return "to be avoided"
     full = ""
     if candidate.role is Role.PREFILL:
-        pass
+        pass  # it reserves no blocks, so it is never full
     elif not candidate.can_run(demand.adapter):
-        full = f"as many other adapters run there as max_loras ({candidate.info.max_loras}) allows"
+        most = candidate.info.limits.max_loras
+        full = f"as many other adapters run there as max_loras ({most}) allows"
     elif not candidate.has_room(demand):
         taken, total = candidate.reserved_blocks, candidate.info.total_blocks
         full = f"no room: {taken} of {total} blocks are reserved, {demand.kv_tokens} tokens needed"

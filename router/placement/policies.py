@@ -1,12 +1,12 @@
-"""Policies: how workers are chosen for a request. `POLICIES` has them by configuration name.
+"""Policies that select workers for a request. `POLICIES` maps configuration names to policies.
 
-A policy filters the workers, scores each phase by weights and picks the best. Decode is chosen
-first: each decode worker is scored together with the best prefill worker that can give it KV; an
-aggregated worker competes with the mean of its own two scores. `turn` counts placements: it breaks
+A policy filters the workers, scores each phase with weighted scorers and selects the best. A decode
+worker's total is the mean of its score and that of the best prefill worker that can send it KV. An
+aggregated worker competes with the mean of its own two scores. `turn` counts placements. It breaks
 ties and seeds draws, so that equal arguments give equal decisions.
 
-A scorer gives each worker 0 to 1, the best. A worker that has not reported its load yet scores
-UNKNOWN; what this router placed itself is always known.
+A scorer returns 0 to 1; higher is better. A worker that has not reported its load yet scores
+UNKNOWN. This router's own placements are always known.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import Unavailable
-from pdserve.kv_pairs import exchange
+from pdserve.kv_compatibility import exchange
 from pdserve.types import Role
-from router.placement.cost import beats
+from router.placement.cost import is_clearly_cheaper
 from router.placement.filters import (
     AGGREGATED,
     LIVE_KV,
-    able,
     eligible,
+    feasible,
     prefer,
     what_is_missing,
 )
-from router.placement.topology import PRIOR_S, apart, nearness
+from router.placement.topology import PRIOR_S, distance, nearness
 from router.placement.values import (
     NO_TOKENS_CACHED,
     Cached,
@@ -52,20 +52,21 @@ if TYPE_CHECKING:
 
 # Score of a value that the worker has not reported yet.
 UNKNOWN = 0.5
-# Weight of the scorer `adapter`, beside those of the policy, for requests with a LoRA adapter.
+# Weight of the scorer `adapter` for requests with a LoRA adapter; the policy's weights shrink.
 ADAPTER_WEIGHT = 0.3
-# Weight of the scorer `local`, if workers are away from the router.
+# Weight of the scorer `local`, if some workers have a distance from the router.
 LOCAL_WEIGHT = 0.3
-# Weight of the distance of a pair. More, because a pair sends KV and a worker only tokens: a pair
-# far away is better than half of one.
+# Weight of the distance within a pair. Higher than LOCAL_WEIGHT, because a pair exchanges KV and
+# the router only tokens: a whole pair far away is better than half of one.
 PAIR_WEIGHT = 0.5
 # Scores that differ by less are equal: sums of ratios differ in the last bit.
 _EQUAL = 1e-9
-# Of a larger pool this many workers are scored for each phase. The best of 64 random ones is among
-# the best twentieth of all but once in 27 times (0.95^64), and scoring does not grow with the pool.
+# Workers scored for each phase in a larger pool, so that the cost of scoring is bounded. With 64
+# random workers, the best one misses the top 5 % of the pool with probability 0.95^64 = 0.04.
 MOST_SCORED = 64
 MOST_CACHED = 16
-# Prefill workers for which a latency is predicted: those with the best scores.
+# Number of prefill workers for which a latency is predicted: the best by score, since each
+# prediction costs much more than a score.
 MOST_PREDICTED = 4
 
 Workers = Sequence[Candidate]
@@ -74,52 +75,54 @@ Place = Callable[[Workers, Demand, int, PlacementContext], Decision]
 
 
 def room(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
-    """Share of KV blocks that are neither reserved by this router nor reported as used."""
+    """Return the share of KV blocks neither reserved by this router nor reported as used."""
     placed = [1 - c.reserved_blocks / c.info.total_blocks for c in workers]
     reported = _reported(workers, lambda info, load: load.free_blocks / info.total_blocks)
     return [max(0.0, min(pair)) for pair in zip(placed, reported, strict=True)]
 
 
 def slots(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
-    """Share of slots (max_num_seqs) without a request, running or waiting."""
-    placed = [1 - c.outstanding_requests / c.info.max_num_seqs for c in workers]
+    """Return the share of slots (max_num_seqs) without a running or waiting request."""
+    placed = [1 - c.outstanding_requests / c.info.limits.max_num_seqs for c in workers]
     reported = _reported(
         workers,
-        lambda info, load: 1 - (load.num_running_reqs + load.num_waiting_reqs) / info.max_num_seqs,
+        lambda info, load: (
+            1 - (load.num_running_reqs + load.num_waiting_reqs) / info.limits.max_num_seqs
+        ),
     )
     return [max(0.0, min(pair)) for pair in zip(placed, reported, strict=True)]
 
 
 def outstanding(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
-    """1 without prompt tokens that wait for prefill, 0 at the most there would be with this
-    prompt."""
+    """Return 1 if no prompt tokens wait for prefill, and less in proportion. 0 would be the longest
+    queue plus this prompt."""
     tokens = [c.outstanding_tokens for c in workers]
     most = max(tokens, default=0) + max(1, demand.prompt_tokens)
     return [1 - x / most for x in tokens]
 
 
 def queue_length(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
-    """1 without requests that wait in the engine, 1/2 with one, 1/3 with two."""
+    """Return 1 without requests that wait in the engine, 1/2 with one, 1/3 with two."""
     return _reported(workers, lambda _, load: 1 / (1 + load.num_waiting_reqs))
 
 
 def cached_share(workers: Workers, demand: Demand, cached: Cached) -> list[float]:
-    """Share of the prompt that the worker has cached."""
+    """Return the share of the prompt that the worker has cached."""
     tokens = max(1, demand.prompt_tokens)
     return [min(1.0, cached.get(c.worker_id, 0) / tokens) for c in workers]
 
 
 def adapter(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
-    """1 where the LoRA adapter was used last, 0.8 with a free slot (max_loras) for it, 0 if another
-    adapter has to leave."""
-    scores = [0.8 * (len(c.resident) < c.info.max_loras) for c in workers]
+    """Return 1 if the worker used the LoRA adapter recently, 0.8 if it has a free slot (max_loras),
+    0 if another adapter has to be evicted."""
+    scores = [0.8 * (len(c.resident) < c.info.limits.max_loras) for c in workers]
     pairs = zip(workers, scores, strict=True)
     return [1.0 if demand.adapter in c.resident else score for c, score in pairs]
 
 
 def local(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
-    """1 where the router is, less where labels say that the worker is farther away."""
-    return [nearness(PRIOR_S[c.away]) for c in workers]
+    """Return 1 for workers near the router, and less the farther away their labels are."""
+    return [nearness(PRIOR_S[c.router_distance]) for c in workers]
 
 
 def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]) -> list[float]:
@@ -128,7 +131,7 @@ def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]
 
 def score(workers: Workers, weights: Weights, demand: Demand, cached: Cached) -> Scoreboard:
     more: list[tuple[Scorer, float]] = [(adapter, ADAPTER_WEIGHT)] if demand.adapter else []
-    if any(c.away for c in workers):
+    if any(c.router_distance for c in workers):
         more.append((local, LOCAL_WEIGHT))
     if weights and more:
         left = 1 - sum(weight for _, weight in more)
@@ -143,7 +146,7 @@ def score(workers: Workers, weights: Weights, demand: Demand, cached: Cached) ->
 
 
 def best(totals: Mapping[Candidate, float], among: Workers, turn: int) -> Candidate:
-    """Return the candidate with the highest total; equal ones take turns."""
+    """Return the candidate with the highest total. Equal candidates take turns."""
     highest = max(map(totals.__getitem__, among))
     equals = [c for c in among if highest - totals[c] < _EQUAL]
     return equals[turn % len(equals)]
@@ -151,8 +154,8 @@ def best(totals: Mapping[Candidate, float], among: Workers, turn: int) -> Candid
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A row of the table: the scorers of each phase, the number of workers that are scored, and
-    where prompts are computed. Without scorers, workers take turns."""
+    """A policy: the scorers of each phase, the number of workers to score, and where to compute
+    prompts. Without scorers, workers take turns."""
 
     name: str
     decode: Weights = ()
@@ -183,7 +186,7 @@ class Policy:
         return decision
 
     def _place_prefill(self, decision: Decision, found: Eligible) -> None:
-        """Choose a worker for one token: no decode, no transfer."""
+        """Select a worker for a single token, which needs no decode and no transfer."""
         demand = decision.demand
         if not found.prefills and not found.aggregated:
             raise Unavailable(f"no prefill worker is ready for {demand.wanted}")
@@ -201,12 +204,13 @@ class Policy:
         producers = {c: found.allowed_producers(c) for c in roomy if c.role is Role.DECODE}
         reachable = [c for c in roomy if producers.get(c) != []]
         if not reachable:
-            # Every pair is excluded: a decode worker does both phases.
+            # Every pair is excluded. Let a decode worker do both phases instead of waiting.
             reachable, producers = roomy, {}
         tried = self._draw(reachable, decision)
         if not tried:
             return
-        # Decode workers of one kind share a list of producers, which is drawn from once.
+        # Decode workers of one kind share a list of producers. Draw from it once, by identity:
+        # scoring each decode worker's producers anew would cost the product of both pools.
         lists = {id(producers[c]): producers[c] for c in tried if c in producers}
         drawn = {key: self._draw(x, decision, salt=1) for key, x in lists.items()}
         prefills = list(dict.fromkeys(c for x in drawn.values() for c in x))
@@ -233,8 +237,12 @@ class Policy:
     def _draw(
         self, workers: list[Candidate], decision: Decision, *, salt: int = 0
     ) -> list[Candidate]:
-        """Return the workers to score: all; of a large pool those with the most cached tokens, and
-        others at random, seeded by the turn. Each phase has its own `salt`."""
+        """Return the workers to score.
+
+        These are all workers of a small pool. Of a large pool they are the workers with the most
+        cached tokens, and random others, seeded by the turn. Each phase has its own `salt`, so that
+        their draws are independent.
+        """
         turn, cached = decision.turn, decision.cached
         if not self.decode:
             return workers and [workers[turn % len(workers)]]
@@ -254,14 +262,14 @@ def _nearest(
     decision: Decision,
     context: PlacementContext,
 ) -> tuple[Candidate, float]:
-    """Return the best prefill worker for decode workers where `decode` is, and its score, less what
-    the distance of the pair costs."""
+    """Return the best prefill worker for decode workers at the location of `decode`, and its score
+    minus the weighted distance of the pair."""
     totals = board.totals
     if decode.info.topology and board.weights:
         totals = dict(totals)
         for c in producers:
             if context.cost is None:
-                seconds = PRIOR_S[apart(c.info.topology, decode.info.topology)]
+                seconds = PRIOR_S[distance(c.info.topology, decode.info.topology)]
             else:
                 seconds = context.cost.distance_s(decision.demand.model, c, decode)
             totals[c] -= PAIR_WEIGHT * (1 - nearness(seconds))
@@ -271,17 +279,17 @@ def _nearest(
 
 _LEAST_LOADED = Policy(
     "least_loaded",
-    # A full KV cache (preemption) and a large batch both slow decode down.
+    # Equal weights: a full KV cache (preemption) and a large batch both slow decode down.
     decode=((room, 0.5), (slots, 0.5)),
     # This router's own placements are exact; a reported queue is as old as the report.
     prefill=((outstanding, 0.8), (queue_length, 0.2)),
 )
 _PREFIX_AWARE = Policy(
     "prefix_aware",
-    # Blocks that decode has cached are not transferred, which is cheap compared with a prefill.
+    # Cached blocks spare decode only the transfer, which is cheap compared with a prefill.
     decode=((cached_share, 0.2), (room, 0.4), (slots, 0.4)),
-    # Load counts twice: a prompt that is wholly cached goes past an idle worker until as many
-    # tokens wait here as it has itself.
+    # Load counts twice as much as the cache: a fully cached prompt prefers its worker to an idle
+    # one until as many tokens wait there as the prompt has.
     prefill=((cached_share, 0.3), (outstanding, 0.6), (queue_length, 0.1)),
     uses_prefix=True,
 )
@@ -290,8 +298,8 @@ POLICIES: Mapping[str, Policy] = {
     for policy in (
         Policy("round_robin"),
         _LEAST_LOADED,
-        # The less loaded of two random workers (Mitzenmacher, 2001): many routers that see the same
-        # reports do not all choose the same worker.
+        # The less loaded of two random workers (Mitzenmacher, 2001). Routers that see the same
+        # reports then do not all select the same worker.
         replace(_LEAST_LOADED, name="power_of_two", most_scored=2),
         _PREFIX_AWARE,
         replace(_PREFIX_AWARE, name="always_aggregated", prefill_on="decode_worker"),
@@ -302,8 +310,8 @@ least_loaded = _LEAST_LOADED
 
 
 def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> None:
-    """Choose the prefill worker with the lowest predicted cost, or the decode worker itself if that
-    is clearly cheaper. While nothing is predicted, keep the placement."""
+    """Select the prefill worker with the lowest predicted cost, or the decode worker itself if that
+    is clearly cheaper. Keep the placement while nothing can be predicted."""
     placement, board = decision.placement, decision.prefill
     assert placement is not None
     assert placement.prefill is not None
@@ -318,20 +326,25 @@ def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> 
         return
     lowest = best({c: -p.cost_s for c, p in remote.items()}, list(remote), decision.turn)
     favourite = remote.get(placement.prefill)
-    # It has the adapter, which costs do not count, or is nearer, which they hardly do.
-    is_preferred = demand.adapter or apart(lowest.info.topology, placement.prefill.info.topology)
-    if is_preferred and favourite and not beats(remote[lowest].cost_s, favourite.cost_s):
+    # Costs do not include loading an adapter, and hardly the distance. So keep the policy's choice
+    # in these cases, unless another worker is clearly cheaper.
+    is_preferred = demand.adapter or distance(lowest.info.topology, placement.prefill.info.topology)
+    if (
+        is_preferred
+        and favourite
+        and not is_clearly_cheaper(remote[lowest].cost_s, favourite.cost_s)
+    ):
         lowest = placement.prefill
     decision.placement, decision.predictions = Placement(decode, lowest), list(remote.values())
     aggregated = costs.predict(demand, None, decode, cached)
     if aggregated is not None:
         decision.predictions = [*decision.predictions, aggregated]
-        if beats(aggregated.cost_s, remote[lowest].cost_s):
+        if is_clearly_cheaper(aggregated.cost_s, remote[lowest].cost_s):
             decision.placement = Placement(decode)
 
 
 def _count_tiers(decision: Decision, prefix: PrefixLookup, costs: Predictor) -> None:
-    """Count what tiers hold as the cached tokens that save as much time."""
+    """Add the tokens in host memory to `cached`, as the number that saves as much time."""
     cached, reached = decision.cached, prefix.tokens_with_tiers(decision.demand)
     decision.in_tiers = {
         worker: tokens - cached.get(worker, 0)
@@ -355,15 +368,15 @@ def place_aggregated(
     *,
     waits_for_room: bool = False,
 ) -> Decision:
-    """Choose one worker for both phases: one that decodes, otherwise a prefill worker. Raises
+    """Select one worker for both phases: one that decodes, or else a prefill worker. Raises
     Unavailable if no worker of the model is ready."""
-    ready = able(candidates, demand)
+    ready = feasible(candidates, demand)
     found = prefer([c for c in ready if c.role is not Role.PREFILL], demand.avoid)
     found = found or prefer(ready, demand.avoid)
     if not found:
         raise Unavailable(f"no worker is ready for {demand.wanted}")
     if waits_for_room:
-        # A prefill worker's engine queues the request instead.
+        # A prefill worker reserves no KV blocks; its engine queues the request.
         found = [c for c in found if c.role is Role.PREFILL or c.has_room(demand)]
     return _least_loaded_of(found, Decision(AGGREGATED, candidates, demand, turn))
 
@@ -375,7 +388,8 @@ def place_or_aggregate(
     try:
         return policy(candidates, demand, turn, context)
     except Unavailable:
-        if not able(candidates, demand):
+        # Without any usable worker, the policy's error names what is missing.
+        if not feasible(candidates, demand):
             raise
     return place_aggregated(candidates, demand, turn, context, waits_for_room=True)
 
@@ -383,11 +397,11 @@ def place_or_aggregate(
 def place_live(
     source: Candidate, candidates: Workers, demand: Demand, turn: int, _context: PlacementContext
 ) -> Decision:
-    """Choose the least loaded decode worker that can continue an answer with the KV of `source`.
-    Raises Unavailable if there is none with room."""
+    """Select the least loaded decode worker with room that can continue an answer with the KV of
+    `source`. Raises Unavailable if there is none."""
     found = [
         c
-        for c in able(candidates, demand)
+        for c in feasible(candidates, demand)
         if c.role is Role.DECODE
         and c.worker_id != source.worker_id
         and exchange(source.kind, c.kind)

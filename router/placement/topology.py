@@ -1,4 +1,4 @@
-"""How far workers are from each other and from the router, by their labels."""
+"""Distance between workers, and between a worker and the router, by their labels."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pdserve.config import TopologyConfig
 Topology = Mapping[str, str]
 """Labels by level; levels without a label are left out."""
 
-# The farthest first.
+# From the farthest level to the nearest.
 LEVELS = TopologyConfig.__struct_fields__
-# Seconds that KV, or a router's message, is assumed to take longer between workers whose labels
-# differ from this level on, until transfers between workers as far apart were measured. The order
-# matters, not the figures.
-PRIOR_S: Mapping[str, float] = {"": 0.0, "host": 0.002, "rack": 0.005, "zone": 0.02, "region": 0.2}
+# Assumed extra seconds for KV, or for a router's message, between workers whose labels differ from
+# this level on. Used until transfers over such a distance were measured. Only the order of the
+# figures matters.
+PRIOR_S: Mapping[str, float] = {"": 0.0, "host": 0.002, "zone": 0.02, "region": 0.2}
 _HALF_S = 0.05
 
 
-def apart(one: Topology, other: Topology) -> str:
+def distance(one: Topology, other: Topology) -> str:
     """Return the farthest level at which both have a label and differ; "" if there is none."""
     if not one or not other:
         return ""

@@ -10,39 +10,42 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, structs
 
-from pdserve import prefix_hash
+from pdserve.model import prefix_hash
 
 if TYPE_CHECKING:
-    from pdserve.kv_pairs import KvKind
+    from pdserve.kv_compatibility import KvKind
     from pdserve.types import Role, WorkerInfo, WorkerLoad
 
 Cached = Mapping[str, int]
-"""Cached prompt tokens by worker id; workers without any are left out. Tokens in a tier count as
-the cached ones that save as much time."""
+"""Cached prompt tokens by worker id; workers without any are left out. Tokens in host memory count
+as the number of cached tokens that saves as much time."""
 
 NO_TOKENS_CACHED: Cached = MappingProxyType({})
 NO_ADAPTERS: Mapping[str, int] = MappingProxyType({})
 
 
 class MemberState(StrEnum):
-    """Only a ready worker gets requests."""
+    """State of a worker. Only a ready worker gets requests."""
 
     CONNECTING = "connecting"
     READY = "ready"
     DRAINING = "draining"
     SUSPENDED = "suspended"
-    LOST = "lost"
+    LOST = "lost"  # without deregistering
+    LEFT = "left"  # deregistered
+    CRASH_LOOPING = "crash-looping"
 
 
 class Demand(Struct, gc=False):
-    """What a request needs, in tokens; not changed after it was made.
+    """Resources and constraints of one request, in tokens. Immutable by convention.
 
-    `prefill_only`: one token is wanted, so no decode. `avoid`: workers to use only if there is no
-    other. `excluded`: pairs (prefill, decode) that must not exchange KV now. `children_tokens`:
-    the part of `kv_tokens` for answers beyond the first. `adapter`: key of a LoRA adapter.
-    `revision`: whose workers it may use, None for all; `spilled_from`: the revision before, which
-    has no workers. `cache_salt`: part of the block hashes, which `hashes` has
-    by block size, computed from `token_ids`.
+    `prefill_only`: at most one token is wanted, so there is no decode. `avoid`: workers to use only
+    if nothing else fits. `without`: workers never to use. `excluded`: pairs (prefill, decode) that
+    must not exchange KV now. `children_tokens`: the part of `kv_tokens` for answers beyond the
+    first. `adapter`: key of a LoRA adapter. `revision`: revision of the workers to use, None for
+    all. `spilled_from`: the request's own revision, if that has no usable workers. `cache_salt`:
+    part of the block hashes. `media`: content hash, offset and length of each image, likewise.
+    `hashes`: block hashes of `token_ids` by block size, a cache.
     """
 
     model: str
@@ -50,6 +53,7 @@ class Demand(Struct, gc=False):
     kv_tokens: int
     prefill_only: bool = False
     avoid: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
     excluded: frozenset[tuple[str, str]] = frozenset()
     request_id: str = ""
     token_ids: tuple[int, ...] = ()
@@ -58,36 +62,39 @@ class Demand(Struct, gc=False):
     revision: str | None = None
     spilled_from: str | None = None
     cache_salt: str = ""
+    media: tuple[tuple[str, int, int], ...] = ()
     hashes: dict[int, list[int]] = {}
 
     def __repr__(self) -> str:
-        return f"Demand of {self.request_id}"  # without the prompt
+        return f"Demand of {self.request_id}"  # prompts must not get into logs
 
     @property
     def wanted(self) -> str:
-        """What is asked for, for errors."""
+        """Model and adapter, for error messages."""
         return f"model {self.model}" + (f" with adapter {self.adapter}" if self.adapter else "")
 
     def block_hashes(self, block_size: int) -> list[int]:
-        """Return the chain hashes of the prompt's blocks that an engine can take from its cache,
-        computed once per block size."""
+        """Return the chain hashes of the prompt blocks that an engine can reuse from its cache.
+        Computed once per block size."""
         hashes = self.hashes.get(block_size)
         if hashes is None:
             root = prefix_hash.root(self.model, block_size, self.adapter, self.cache_salt)
             blocks = prefix_hash.usable_blocks(len(self.token_ids), block_size)
-            hashes = prefix_hash.chain(self.token_ids, block_size, root, blocks=blocks)
+            media = prefix_hash.media_keys(self.media, block_size)
+            hashes = prefix_hash.chain(self.token_ids, block_size, root, blocks=blocks, media=media)
             self.hashes[block_size] = hashes
         return hashes
 
 
+# Compared by identity, because candidates are keys of dictionaries. Without garbage collection,
+# here and below: decisions are kept by the thousand and have no cycles.
 class Candidate(Struct, eq=False, gc=False):
-    """A worker as one decision sees it; not changed after it was made.
+    """Snapshot of a worker for one placement decision. Immutable by convention.
 
-    `kind` tells which workers it can exchange KV with. `load` is None until the worker reported it.
-    This router's own placements are always known: `outstanding_tokens` of prompts not yet
-    prefilled, `reserved_blocks` of KV, and in `resident` the open streams of each LoRA adapter that
-    was last used there. `adapters` are the keys of those that are loaded. `away` is how far it is
-    from the router (topology.py).
+    `kind`: what KV it can exchange, and so with which workers. `load`: None before the first
+    report. This router's own placements are exact: `outstanding_tokens` of prompts not yet
+    prefilled, `reserved_blocks` of KV, and `resident`, the open streams of each recently used LoRA
+    adapter. `adapters`: keys of the loaded adapters. `router_distance`: see topology.py.
     """
 
     worker_id: str
@@ -102,31 +109,32 @@ class Candidate(Struct, eq=False, gc=False):
     reserved_blocks: int
     adapters: Container[str] = ()
     resident: Mapping[str, int] = NO_ADAPTERS
-    away: str = ""
+    router_distance: str = ""
 
     @property
     def used(self) -> float:
-        """Share of the slots, or of the KV blocks, that this router uses."""
-        slots = self.outstanding_requests / self.info.max_num_seqs
+        """Share of the slots or of the KV blocks that are in use, whichever is higher."""
+        slots = self.outstanding_requests / self.info.limits.max_num_seqs
         return max(slots, self.reserved_blocks / self.info.total_blocks)
 
     def has_room(self, demand: Demand) -> bool:
-        """Return True if KV blocks for `demand` are not reserved, and its adapter can run."""
+        """Return True if the worker has free KV blocks for `demand` and can run its adapter."""
         info = self.info
+        # Capped, so that a request for more than the whole worker can run on an idle one.
         blocks = min(-(-demand.kv_tokens // info.block_size), info.total_blocks)
         has_blocks = self.reserved_blocks + blocks <= info.total_blocks
         return has_blocks and self.can_run(demand.adapter)
 
     def can_run(self, adapter: str) -> bool:
-        """Return False if as many other adapters run as the engine runs at a time: it would keep
-        the request waiting until one of them ends."""
+        """Return False if the engine already runs its maximum of other adapters: it would queue the
+        request until one of them ends."""
         if not adapter or self.resident.get(adapter):
             return True
-        return sum(map(bool, self.resident.values())) < self.info.max_loras
+        return sum(map(bool, self.resident.values())) < self.info.limits.max_loras
 
 
 class Placement(Struct, frozen=True, gc=False):
-    """Where a request goes. Without `prefill`, `decode` does both phases (aggregated)."""
+    """Workers selected for a request. Without `prefill`, `decode` does both phases (aggregated)."""
 
     decode: Candidate
     prefill: Candidate | None = None
@@ -135,9 +143,9 @@ class Placement(Struct, frozen=True, gc=False):
 class Prediction(Struct, frozen=True):
     """Predicted latency of a placement, in seconds. `prefill` is None if it is aggregated.
 
-    `ttft_s` is from placement to the first token, `queue_s` the part of it behind other prompts;
-    `itl_s` is the time between tokens on the decode worker; `itl_harm_s` the delay of the streams
-    there, summed; `transfer_s` the wait of decode for KV after prefill. `cost_s` weighs all of it
+    `ttft_s`: from placement to the first token. `queue_s`: its part behind other prompts. `itl_s`:
+    time between tokens on the decode worker. `itl_harm_s`: summed delay of the streams there.
+    `transfer_s`: wait of decode for KV after prefill. `cost_s`: weighted sum of all
     (router/placement/cost.py).
     """
 
@@ -152,14 +160,14 @@ class Prediction(Struct, frozen=True):
 
 
 Scorer = Callable[[Sequence[Candidate], Demand, Cached], list[float]]
-"""Scores candidates for a demand: 0 to 1, the best."""
+"""Returns one score per candidate, from 0 to 1. Higher is better."""
 
 Weights = tuple[tuple[Scorer, float], ...]
-"""Scorers with weights that sum to 1. Without any, all candidates score alike."""
+"""Scorers with weights that sum to 1. Without scorers, all candidates have equal scores."""
 
 
 class Scoreboard(Struct, frozen=True, eq=False, gc=False):
-    """Scores of one phase: a column for each scorer, and their weighted sums."""
+    """Scores of one phase: one column per scorer, and the weighted sum per candidate."""
 
     weights: Weights
     candidates: Sequence[Candidate]
@@ -168,10 +176,12 @@ class Scoreboard(Struct, frozen=True, eq=False, gc=False):
 
 
 class Decision(Struct, eq=False, gc=False):
-    """Result of a policy, with its reasons; not changed after the policy returned it. `placement`
-    is None if the request has to wait for capacity. `totals` is what was compared last. `in_tiers`
-    are the prompt tokens in host memory by worker id. `filters.why_not` derives why the other
-    candidates lost."""
+    """Result of a policy, with its reasons. Immutable after the policy has returned it.
+
+    `placement` is None if the request has to wait for capacity. `totals`: the scores of the last
+    comparison. `in_tiers`: prompt tokens in host memory by worker id. `filters.why_not` derives why
+    the other candidates lost.
+    """
 
     policy: str
     candidates: Sequence[Candidate]
@@ -196,7 +206,8 @@ class PrefixLookup(Protocol):
     def cached_tokens(self, demand: Demand) -> Cached: ...
 
     def tokens_with_tiers(self, demand: Demand) -> Mapping[str, int]:
-        """Return the tokens in caches and tiers; empty if nothing is in tiers."""
+        """Return the tokens in caches and host memory by worker id; empty if host memory has
+        none."""
         ...
 
 
@@ -204,21 +215,22 @@ class Predictor(Protocol):
     def predict(
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
     ) -> Prediction | None:
-        """Return None while too little was measured."""
+        """Predict a placement. Return None while too little was measured."""
         ...
 
     def tier_worth(self, demand: Demand, worker: Candidate, cached: int, in_tiers: int) -> int:
-        """Return the cached tokens that would save as much time as loading `in_tiers` tokens."""
+        """Return the number of cached tokens that would save as much time as loading `in_tiers`
+        tokens from host memory."""
         ...
 
     def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
-        """Return the wait for KV between workers as far apart as these."""
+        """Return the wait for KV between workers at this distance."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementContext:
-    """Lookups that a policy may use."""
+    """Look-ups that a policy may use. Both are optional."""
 
     prefix: PrefixLookup | None = None
     cost: Predictor | None = None

@@ -1,7 +1,7 @@
 """Real Python clients, each with its default settings: `clients.py NAME URL MODEL`.
 
-Runs in an environment of its own (`make test-tools`); it imports nothing of this project. A client
-passes if its call returns what the model said, and the tool that the model calls is run.
+Runs in its own environment (`make test-tools`) and imports nothing of this project. A client passes
+if its call returns the model's answer, and runs the tool that the model calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ASK = "Count to five."
-# The demo model has learnt to call tools; these it calls as asked.
+# The demo model is trained to call tools; it calls this one on this question.
 TOOL_ASK = "What is the weather in Paris?"
 WEATHER = {
     "name": "get_weather",
@@ -25,7 +25,7 @@ WEATHER = {
         "required": ["city"],
     },
 }
-CITIES = []  # that the tool was called with
+CITIES = []  # arguments of the tool calls
 
 
 def get_weather(city: str) -> str:
@@ -35,7 +35,8 @@ def get_weather(city: str) -> str:
 
 
 def openai(url: str, model: str) -> None:
-    """Chat whole and streamed, a tool call and its result, Responses, two completions, models."""
+    """Try chat (whole and streamed), a tool call and its result, Responses, two completions,
+    models."""
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
@@ -65,7 +66,7 @@ def openai(url: str, model: str) -> None:
 
 
 def anthropic(url: str, model: str) -> None:
-    """Messages whole and streamed, the count of tokens, a tool call and its result."""
+    """Try messages (whole and streamed), the token count, a tool call and its result."""
     from anthropic import Anthropic
 
     client = Anthropic(base_url=url, api_key="none")
@@ -94,7 +95,7 @@ def anthropic(url: str, model: str) -> None:
 
 
 def langchain(url: str, model: str) -> None:
-    """invoke, stream, and a call of a bound tool."""
+    """Try invoke, stream, and a call of a bound tool."""
     from langchain_openai import ChatOpenAI
 
     chat = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=model, temperature=0)
@@ -105,7 +106,7 @@ def langchain(url: str, model: str) -> None:
 
 
 def pydantic_ai(url: str, model: str) -> None:
-    """A run of an agent that calls a tool."""
+    """Run an agent that calls a tool."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -116,7 +117,7 @@ def pydantic_ai(url: str, model: str) -> None:
 
 
 def litellm(url: str, model: str) -> None:
-    """completion, whole and streamed, and a tool call."""
+    """Try completion (whole and streamed) and a tool call."""
     import litellm as package
 
     options = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none"}
@@ -131,7 +132,7 @@ def litellm(url: str, model: str) -> None:
 
 
 def llama_index(url: str, model: str) -> None:
-    """chat, stream_complete, and a tool call."""
+    """Try chat, stream_complete, and a tool call."""
     from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
@@ -147,7 +148,7 @@ def llama_index(url: str, model: str) -> None:
 
 
 def openai_agents(url: str, model: str) -> None:
-    """A run of an agent that calls a tool, over Responses (the default)."""
+    """Run an agent that calls a tool, over Responses (the default)."""
     from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
@@ -160,7 +161,7 @@ def openai_agents(url: str, model: str) -> None:
 
 
 def instructor(url: str, model: str) -> None:
-    """An answer that is an object, by a forced tool call (the default) and by a JSON schema."""
+    """Request an object, by a forced tool call (the default) and by a JSON schema."""
     import instructor as package
     from openai import OpenAI
     from pydantic import BaseModel, Field
@@ -182,7 +183,7 @@ def instructor(url: str, model: str) -> None:
 
 
 def lm_eval(url: str, model: str) -> None:
-    """A task that generates, and one that compares the likelihood of two answers."""
+    """Run a task that generates, and one that compares the likelihood of two answers."""
     with tempfile.TemporaryDirectory() as directory:
         os.environ["HF_HOME"] = directory
         from lm_eval import simple_evaluate

@@ -1,5 +1,5 @@
-"""LoRA adapters of a whole service on real vLLM: every answer is that of one engine, whatever
-happens to the workers, and another revision of an adapter is another adapter."""
+"""LoRA adapters on real vLLM behind a router. Every answer is that of one engine, also when workers
+are killed or drained. A changed adapter counts as another adapter."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from pdserve import prefix_hash
 from pdserve.config import RouterConfig
 from pdserve.errors import InvalidRequest
+from pdserve.model import prefix_hash
 from pdserve.types import SamplingParams
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.models import make_adapter
-from tests.e2e.pair import BLOCK, Joined, joined, prompt
-from tests.e2e.service import Asked, Service
-from tests.patience import WAIT_S
+from tests.support.engine_pair import BLOCK, JoinedAnswer, joined, prompt
+from tests.support.engines import EngineProcess, settings
+from tests.support.timeouts import WAIT_S
+from tests.support.tiny_models import make_adapter
+from tests.support.vllm_cluster import OpenRequest, VllmCluster
 from workers.adapters import read_adapter
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ MODEL = "tiny"
 
 
 class Adapters:
-    """Two adapters on disk, and an engine of their own that says what they answer."""
+    """Two adapters on disk, and an engine for their expected answers."""
 
     def __init__(self, directory: Path, engine: EngineProcess) -> None:
+        self.directory = directory
         self.paths = {"red": directory / "red", "blue": directory / "blue"}
         self.engine = engine
 
@@ -45,8 +46,8 @@ class Adapters:
         make_adapter(self.paths[name], seed)
         await self.engine.load_adapter(self._read(name))
 
-    async def expected(self, name: str, ids: list[int], sampling: SamplingParams) -> Joined:
-        """What one engine answers for the files that are there now."""
+    async def expected(self, name: str, ids: list[int], sampling: SamplingParams) -> JoinedAnswer:
+        """Return the answer of one engine with the current files."""
         return joined(await self.engine.run(ids, sampling, adapter=self.key(name)))
 
     def key(self, name: str) -> str:
@@ -70,19 +71,24 @@ async def adapters(
     await engine.close()
 
 
-async def add(service: Service, adapters: Adapters, name: str) -> None:
+async def add(service: VllmCluster, adapters: Adapters, name: str) -> None:
     """Start a worker with `red` in its configuration."""
     more = "".join(f", {key}: {value}" for key, value in LORA.items())
-    await service.add(name, adapters=f"{{red: {adapters.paths['red']}}}", engine_args=more)
+    await service.add(
+        name,
+        adapters=f"{{red: {adapters.paths['red']}}}",
+        adapter_directories=f"[{adapters.directory}]",
+        engine_args=more,
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[Service]:
-    """One prefill and two decode workers; `blue` is loaded while they run."""
+async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[VllmCluster]:
+    """Start one prefill and two decode workers, and load `blue` while they run."""
     config = RouterConfig(
         http_port=0, grpc_port=0, policy="prefix_aware", lease_s=20.0, stop_grace_s=0.0
     )
-    async with Service.start(config, tiny_model) as service:
+    async with VllmCluster.start(config, tiny_model) as service:
         for name in ("prefill-0", "decode-0", "decode-1"):
             await add(service, adapters, name)
         await service.until_ready()
@@ -92,12 +98,12 @@ async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[Service
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def service(running: Service) -> AsyncIterator[Service]:
+async def service(running: VllmCluster) -> AsyncIterator[VllmCluster]:
     yield running
     await running.until_empty()
 
 
-async def post(service: Service, path: str, body: dict[str, object]) -> tuple[int, str]:
+async def post(service: VllmCluster, path: str, body: dict[str, object]) -> tuple[int, str]:
     timeout = aiohttp.ClientTimeout(total=WAIT_S)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
@@ -106,7 +112,7 @@ async def post(service: Service, path: str, body: dict[str, object]) -> tuple[in
         return response.status, await response.text()
 
 
-async def load(service: Service, name: str, path: Path, **more: object) -> tuple[int, str]:
+async def load(service: VllmCluster, name: str, path: Path, **more: object) -> tuple[int, str]:
     body = {"lora_name": name, "lora_path": str(path), **more}
     return await post(service, "load_lora_adapter", body)
 
@@ -116,20 +122,20 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 async def test_answers_between_those_of_the_model_are_those_of_one_engine(
-    service: Service, adapters: Adapters
+    service: VllmCluster, adapters: Adapters
 ) -> None:
     ids, sampling = prompt(100, 7), greedy(24)
     names = (MODEL, "red", "blue")
     expected = [await adapters.expected(name, ids, sampling) for name in names]
     assert len({x.token_ids for x in expected}) == len(names)
-    first = [Asked(service, ids, sampling, name) for name in names]
+    first = [OpenRequest(service, ids, sampling, name) for name in names]
     assert [await x.end() for x in first] == [[x] for x in expected]
     # KV moved for each, and none found that of another in a cache.
     assert all(x.receipt.transfer_blocks and not x.receipt.cached_tokens for x in first)
-    again = [Asked(service, ids, sampling, name) for name in names]
+    again = [OpenRequest(service, ids, sampling, name) for name in names]
     assert [await x.end() for x in again] == [[x] for x in expected]
     assert all(x.receipt.cached_tokens for x in again)
-    several = Asked(service, ids, replace(sampling, n=2), "red")
+    several = OpenRequest(service, ids, replace(sampling, n=2), "red")
     assert await several.end() == [expected[1]] * 2
     # Routers know its blocks of an adapter from those of the model.
     cached = await adapters.engine.cached_blocks()
@@ -139,10 +145,10 @@ async def test_answers_between_those_of_the_model_are_those_of_one_engine(
 
 
 async def test_a_stream_moves_with_its_kv_when_its_worker_drains(
-    service: Service, adapters: Adapters
+    service: VllmCluster, adapters: Adapters
 ) -> None:
     ids, sampling = prompt(80, 11), greedy(400)
-    asked = Asked(service, ids, sampling, "red")
+    asked = OpenRequest(service, ids, sampling, "red")
     await asked.until(20)
     name = await busy(service)
     await service.drain(name, timeout_s=WAIT_S, stop=False)
@@ -152,10 +158,10 @@ async def test_a_stream_moves_with_its_kv_when_its_worker_drains(
 
 
 async def test_a_stream_continues_and_a_new_worker_has_what_is_served(
-    service: Service, adapters: Adapters
+    service: VllmCluster, adapters: Adapters
 ) -> None:
     ids, sampling = prompt(80, 12), greedy(400)
-    asked = Asked(service, ids, sampling, "blue")
+    asked = OpenRequest(service, ids, sampling, "blue")
     await asked.until(20)
     killed = await busy(service)
     await service.kill(killed)
@@ -169,30 +175,33 @@ async def test_a_stream_continues_and_a_new_worker_has_what_is_served(
             await asyncio.sleep(0.05)
     (other,) = {"decode-0", "decode-1"} - {killed}
     await service.drain(other, timeout_s=WAIT_S, stop=False)
-    again = Asked(service, ids, sampling, "blue")
+    again = OpenRequest(service, ids, sampling, "blue")
     assert await again.end() == [await adapters.expected("blue", ids, sampling)]
     assert again.receipt.decode_worker == killed
     await service.undrain(other)
 
 
-async def test_another_revision_is_another_adapter(service: Service, adapters: Adapters) -> None:
+async def test_another_revision_is_another_adapter(
+    service: VllmCluster, adapters: Adapters
+) -> None:
     ids, sampling = prompt(100, 13), greedy(16)
-    (before,) = await Asked(service, ids, sampling, "blue").end()
+    (before,) = await OpenRequest(service, ids, sampling, "blue").end()
     await adapters.write("blue", 3)
     status, said = await load(service, "blue", adapters.paths["blue"])
     assert (status, "load_inplace" in said) == (400, True)
     assert (await load(service, "blue", adapters.paths["blue"], load_inplace=True))[0] == 200
-    asked = Asked(service, ids, sampling, "blue")
+    asked = OpenRequest(service, ids, sampling, "blue")
     (after,) = await asked.end()
     assert after == await adapters.expected("blue", ids, sampling)
     assert after.token_ids != before.token_ids
     assert asked.receipt.cached_tokens == 0
 
 
-async def test_what_an_engine_cannot_load_is_not_served(
-    service: Service, aggregated: EngineProcess, adapters: Adapters, tmp_path: Path
+async def test_an_adapter_that_an_engine_cannot_load_is_not_served(
+    service: VllmCluster, aggregated: EngineProcess, adapters: Adapters
 ) -> None:
-    status, said = await load(service, "wide", make_adapter(tmp_path, 4, rank=16))
+    wide = make_adapter(adapters.directory / "wide", 4, rank=16)
+    status, said = await load(service, "wide", wide)
     assert status == 400
     assert ": adapter wide cannot be loaded" in said
     assert "rank 16 is greater than max_lora_rank 8" in said
@@ -202,8 +211,8 @@ async def test_what_an_engine_cannot_load_is_not_served(
         await aggregated.load_adapter(read_adapter("red", str(adapters.paths["red"]), MODEL))
 
 
-async def busy(service: Service) -> str:
-    """The decode worker that has a stream."""
+async def busy(service: VllmCluster) -> str:
+    """Return the decode worker that has a stream."""
     statuses = await service.statuses()
     (name,) = [x for x, status in statuses.items() if status.open_streams and x != "prefill-0"]
     return name

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput
-from tests.e2e.pair import params
+from tests.support.engine_pair import params
 from workers.engine import DecodePhase, Phase, PrefillPhase
 
 if TYPE_CHECKING:
-    from tests.e2e.engines import EngineProcess
+    from tests.support.engines import EngineProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPT = tuple(1 + (11 * i * i + 5 * i) % 400 for i in range(100))
@@ -94,7 +94,7 @@ BAD: dict[str, tuple[tuple[int, ...], SamplingParams, str]] = {
 
 
 @pytest.mark.parametrize("name", list(BAD))
-async def test_a_bad_request_is_refused_by_field_and_hurts_nobody(
+async def test_a_bad_request_is_refused_by_field_without_effect_on_others(
     aggregated: EngineProcess, name: str
 ) -> None:
     prompt, sampling, field = BAD[name]

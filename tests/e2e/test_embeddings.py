@@ -17,8 +17,9 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 from vllm.config import ModelConfig
 
 from pdserve.errors import ConfigError
-from tests.patience import START_S, WAIT_S
-from tests.up_process import ROOT, up
+from tests.support.commands import ROOT
+from tests.support.pdserve_up import up
+from tests.support.timeouts import START_S, WAIT_S
 from workers.vllm.args import is_cross_encoder
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def test_scores_and_ranks_follow_the_embeddings(ready: dict[str, Any]) -> None:
         ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
     ],
 )
-def test_what_is_wrong_is_refused_by_field(
+def test_invalid_values_are_refused_by_field(
     ready: dict[str, Any], path: str, body: dict[str, Any], field: str
 ) -> None:
     answer = post(ready, f"/v1/{path}", body)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput
-from tests.e2e.pair import KINDS, joined, params, prompt
+from tests.support.engine_pair import KINDS, joined, params, prompt
 
 if TYPE_CHECKING:
-    from tests.e2e.engines import Answer, EngineProcess
-    from tests.e2e.pair import Pair
+    from tests.support.engine_pair import EnginePair
+    from tests.support.engines import EngineAnswer, EngineProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -20,17 +20,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SAMPLINGS = {
     "greedy": params(24, ignore_eos=True),
     "seeded": params(24, ignore_eos=True, **KINDS["seeded penalties logprobs"]),
-    # No answer may end before it is let go, so the pattern has 900 characters at least.
+    # No answer may end before it is let go, so the pattern has 300 characters at least.
     "regex": params(
-        24, structured_output=StructuredOutput(Constraint.REGEX, r"([abc]{7}[0-9]{3}){90,}")
+        24, structured_output=StructuredOutput(Constraint.REGEX, r"([abc]{7}[0-9]{3}){30,}")
     ),
 }
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("cut", [1, 6])
-async def test_a_broken_off_answer_goes_on_through_another_handoff(
-    pair_shm: Pair, aggregated: EngineProcess, name: str, cut: int
+async def test_an_interrupted_answer_continues_through_another_handoff(
+    pair_shm: EnginePair, aggregated: EngineProcess, name: str, cut: int
 ) -> None:
     sampling, ids = SAMPLINGS[name], prompt(90, 200 + cut)
     whole = await aggregated.run(ids, sampling)
@@ -44,8 +44,8 @@ async def test_a_broken_off_answer_goes_on_through_another_handoff(
 
 async def exported(
     engine: EngineProcess, ids: list[int], sampling: SamplingParams, transfer_id: str
-) -> tuple[int, Answer]:
-    """A stream that `engine` decoded for a while and let go."""
+) -> tuple[int, EngineAnswer]:
+    """Return a stream that `engine` decoded and exported."""
     stream_id = engine.submit(ids, sampling)
     head = engine.answer(stream_id)
     await engine.until(lambda: len(head.token_ids) >= 6)
@@ -57,8 +57,8 @@ async def exported(
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-async def test_an_exported_answer_goes_on_elsewhere_without_a_prefill(
-    pair_shm: Pair, aggregated: EngineProcess, name: str
+async def test_an_exported_answer_continues_elsewhere_without_a_prefill(
+    pair_shm: EnginePair, aggregated: EngineProcess, name: str
 ) -> None:
     """All KV but that of the last token comes: with other tokens before, or other KV, the answer
     would be another one."""
@@ -76,8 +76,8 @@ async def test_an_exported_answer_goes_on_elsewhere_without_a_prefill(
     await pair_shm.until_empty()
 
 
-async def test_an_export_that_nobody_wants_holds_nothing(pair_shm: Pair) -> None:
-    """It is cancelled with the same breath, or later, or has nothing to give yet."""
+async def test_an_unneeded_export_holds_no_blocks(pair_shm: EnginePair) -> None:
+    """The export is cancelled at once or later, or comes before the first token."""
     engine, sampling = pair_shm.prefill, params(300, ignore_eos=True)
     stream_id, _ = await exported(engine, prompt(150, 90), sampling, "late cancel")
     assert (await engine.status())[1].leased_blocks
@@ -94,7 +94,7 @@ async def test_an_export_that_nobody_wants_holds_nothing(pair_shm: Pair) -> None
     await engine.until_empty()
 
 
-async def test_resumed_tokens_may_not_fill_the_answer(pair_shm: Pair) -> None:
+async def test_resumed_tokens_may_not_fill_the_answer(pair_shm: EnginePair) -> None:
     answer = await pair_shm.decode.run(prompt(9, 1), params(3), resume=(5, 6, 7))
     assert answer.error is not None
     assert (answer.error.code, answer.error.field) == ("invalid_value", "resume_token_ids")

@@ -2,54 +2,59 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
+from kv_transfer.settings import ConnectorConfig
 from pdserve.types import FinishReason
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.pair import Pair, joined, params, prompt
-from tests.patience import WAIT_S
+from tests.support.engine_pair import EnginePair, joined, params, prompt
+from tests.support.engines import EngineProcess, settings
+from tests.support.timeouts import wait_until
 from workers.engine import DecodePhase, PrefillPhase
-from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LONG, ENDLESS = params(200, ignore_eos=True), params(3000, ignore_eos=True)
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def stalling(pair_shm: Pair, tiny_model: Path, orders: Path) -> AsyncIterator[Pair]:
-    """A prefill engine of its own whose every copy waits until `orders` says otherwise."""
-    orders.write_text("stall", encoding="ascii")
-    orders.with_suffix(".stalled").unlink(missing_ok=True)
-    kv = KvSettings("stalling", {"transports": ("shm",), "lease_s": 5.0})
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def obeying(tiny_model: Path, orders: Path) -> AsyncIterator[EngineProcess]:
+    """Start a prefill engine that reads `orders` before each copy."""
+    kv = ConnectorConfig(transports=("shm",), lease_s=5.0)
     engine = await EngineProcess.start(
-        settings(tiny_model, kv=kv, max_num_batched_tokens=256),
-        env={"PDSERVE_TEST_CORRUPT": str(orders)},
+        settings(tiny_model, kv=kv, instance_id="stalling", max_num_batched_tokens=256),
+        env={"PDSERVE_TEST_CORRUPT_KV": str(orders)},
     )
-    yield Pair(engine, pair_shm.decode, "stalling")
-    orders.write_text("", encoding="ascii")
+    yield engine
     await engine.close()
 
 
-def both(pair: Pair, streams: tuple[int, int]) -> None:
+@pytest.fixture
+def stalling(pair_shm: EnginePair, obeying: EngineProcess, orders: Path) -> Iterator[EnginePair]:
+    """Yield a pair whose prefill engine waits in each copy until `orders` says otherwise."""
+    orders.with_suffix(".stalled").unlink(missing_ok=True)
+    orders.write_text("stall", encoding="ascii")
+    yield EnginePair(obeying, pair_shm.decode, "stalling")
+    orders.write_text("", encoding="ascii")
+
+
+def both(pair: EnginePair, streams: tuple[int, int]) -> None:
     pair.prefill.cancel(streams[0])
     pair.decode.cancel(streams[1])
 
 
-def fresh(pair: Pair, length: int, seed: int) -> list[int]:
-    """A prompt that no engine of the pair has in its cache."""
+def fresh(pair: EnginePair, length: int, seed: int) -> list[int]:
+    """Return a prompt that no engine of the pair has cached."""
     return prompt(length, seed + 10_000 * pair.decode.pid)
 
 
-async def submit_and_catch(pair: Pair, seed: int) -> tuple[int, int]:
+async def submit_and_catch(pair: EnginePair, seed: int) -> tuple[int, int]:
     """A request whose decode engine has reserved blocks that are not its own yet. When it was
     computed before anybody looked, another is asked for."""
     for again in itertools.count():
@@ -62,21 +67,19 @@ async def submit_and_catch(pair: Pair, seed: int) -> tuple[int, int]:
 
 
 async def until_inside(orders: Path) -> None:
-    """The source stands in a copy."""
-    async with asyncio.timeout(WAIT_S):
-        while not orders.with_suffix(".stalled").exists():  # noqa: ASYNC110 - another process says so
-            await asyncio.sleep(0.01)
+    """Wait until the producer is inside a copy."""
+    await wait_until(orders.with_suffix(".stalled").exists)
 
 
-async def serves(pair: Pair, aggregated: EngineProcess, seed: int) -> None:
-    """The next request is unharmed, and nothing is left behind."""
+async def serves(pair: EnginePair, aggregated: EngineProcess, seed: int) -> None:
+    """Assert that the next answer is exact and that nothing is left."""
     ids = prompt(150, seed)
     assert await pair.run(ids, params()) == joined(await aggregated.run(ids, params()))
     await pair.until_empty()
 
 
 async def test_cancel_while_the_prompt_is_being_computed(
-    pair: Pair, aggregated: EngineProcess
+    pair: EnginePair, aggregated: EngineProcess
 ) -> None:
     for seed in itertools.count(50, step=1000):
         streams = await submit_and_catch(pair, seed)
@@ -87,7 +90,9 @@ async def test_cancel_while_the_prompt_is_being_computed(
     await serves(pair, aggregated, 51)
 
 
-async def test_cancel_before_anything_was_scheduled(pair: Pair, aggregated: EngineProcess) -> None:
+async def test_cancel_before_anything_was_scheduled(
+    pair: EnginePair, aggregated: EngineProcess
+) -> None:
     for seed in range(8):
         both(pair, pair.submit(fresh(pair, 100, 60 + seed), LONG))
     await pair.until_empty()
@@ -95,7 +100,7 @@ async def test_cancel_before_anything_was_scheduled(pair: Pair, aggregated: Engi
 
 
 async def test_cancel_while_blocks_travel(
-    stalling: Pair, aggregated: EngineProcess, orders: Path
+    stalling: EnginePair, aggregated: EngineProcess, orders: Path
 ) -> None:
     streams = stalling.submit(fresh(stalling, 500, 70), LONG)
     await stalling.prefill.collect(streams[0])
@@ -108,7 +113,7 @@ async def test_cancel_while_blocks_travel(
     await serves(stalling, aggregated, 71)
 
 
-async def test_cancel_while_decoding(pair: Pair, aggregated: EngineProcess) -> None:
+async def test_cancel_while_decoding(pair: EnginePair, aggregated: EngineProcess) -> None:
     streams = pair.submit(fresh(pair, 300, 80), ENDLESS)
     await pair.decode.until(lambda: pair.decode.answer(streams[1]).token_ids)
     both(pair, streams)
@@ -117,7 +122,9 @@ async def test_cancel_while_decoding(pair: Pair, aggregated: EngineProcess) -> N
     await serves(pair, aggregated, 81)
 
 
-async def test_a_cancelled_prefill_fails_its_decode(pair: Pair, aggregated: EngineProcess) -> None:
+async def test_a_cancelled_prefill_fails_its_decode(
+    pair: EnginePair, aggregated: EngineProcess
+) -> None:
     for seed in itertools.count(90, step=1000):
         streams = await submit_and_catch(pair, seed)
         pair.prefill.cancel(streams[0])
@@ -132,7 +139,9 @@ async def test_a_cancelled_prefill_fails_its_decode(pair: Pair, aggregated: Engi
     await serves(pair, aggregated, 91)
 
 
-async def test_a_cancelled_decode_frees_its_prefill(pair: Pair, aggregated: EngineProcess) -> None:
+async def test_a_cancelled_decode_frees_its_prefill(
+    pair: EnginePair, aggregated: EngineProcess
+) -> None:
     streams = pair.submit(fresh(pair, 600, 100), LONG)
     pair.decode.cancel(streams[1])
     await pair.prefill.collect(streams[0])
@@ -140,13 +149,13 @@ async def test_a_cancelled_decode_frees_its_prefill(pair: Pair, aggregated: Engi
     await serves(pair, aggregated, 101)
 
 
-async def test_a_prefill_that_nobody_takes_is_freed_when_its_lease_ends(stalling: Pair) -> None:
+async def test_unfetched_prefill_blocks_are_freed_when_the_lease_ends(stalling: EnginePair) -> None:
     await stalling.prefill.run(prompt(200, 110), LONG, PrefillPhase("nobody"))
     assert (await stalling.prefill.status())[1].leased_blocks == 7
     await stalling.prefill.until_empty()
 
 
-async def test_a_decode_of_an_unknown_transfer_fails(stalling: Pair) -> None:
+async def test_a_decode_of_an_unknown_transfer_fails(stalling: EnginePair) -> None:
     phase = DecodePhase("never-heard-of", stalling.prefill.addresses, stalling.instance_id)
     answer = await stalling.decode.run(prompt(200, 120), LONG, phase)
     assert answer.error is not None
@@ -155,8 +164,8 @@ async def test_a_decode_of_an_unknown_transfer_fails(stalling: Pair) -> None:
 
 
 @pytest.mark.parametrize(("instance_id", "reason"), [("an-older-life", "restarted"), (None, "")])
-async def test_a_source_that_is_not_who_it_was_is_refused(
-    pair_shm: Pair, instance_id: str | None, reason: str
+async def test_a_restarted_source_is_refused(
+    pair_shm: EnginePair, instance_id: str | None, reason: str
 ) -> None:
     addresses = pair_shm.prefill.addresses if instance_id else ("127.0.0.1:1",)
     phase = DecodePhase("t-instance", addresses, instance_id or "gone")
@@ -168,7 +177,7 @@ async def test_a_source_that_is_not_who_it_was_is_refused(
 
 
 async def test_a_prefill_killed_while_blocks_travel_fails_its_decode(
-    stalling: Pair, orders: Path
+    stalling: EnginePair, orders: Path
 ) -> None:
     streams = stalling.submit(fresh(stalling, 500, 140), LONG)
     await stalling.prefill.collect(streams[0])

@@ -10,7 +10,7 @@ import mistral_common
 import pytest
 
 from pdserve.errors import InvalidRequest
-from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
+from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 
 DATA = Path(mistral_common.__file__).parent / "data"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"

@@ -15,19 +15,20 @@ from tokenizers import AddedToken, Tokenizer
 from pdserve.config import SloConfig
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import InvalidRequest, ParserFailed
-from pdserve.tokenizer import read_files
+from pdserve.model.tokenizer import read_files
+from pdserve.process.entry_points import process_command
 from pdserve.types import FinishReason, GenerateRequest, Parsing, SamplingParams, Usage
-from router.answer import AnswerDelta, ParsedDelta
 from router.metrics import RouterMetrics
-from router.parser_process import ParserProcess
-from router.parsing import AnswerParser
-from tests.patience import START_S
+from router.request.answer import AnswerDelta, ParsedDelta
+from router.request.parser_process import ParserProcess
+from router.request.parsing import AnswerParser
+from tests.support.timeouts import START_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from router.answer import Out
+    from router.request.answer import Out
 
 TOOL = {
     "type": "function",
@@ -85,7 +86,7 @@ class Answers:
 
 
 class Found:
-    """What a client puts together."""
+    """The answer as joined by a client."""
 
     def __init__(self) -> None:
         self.content = self.reasoning = ""
@@ -121,7 +122,7 @@ class Parsers:
         self.files = read_files(model)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.metrics = RouterMetrics(SloConfig())
-        self.process = ParserProcess(self.metrics)
+        self.process = ParserProcess(self.metrics, process_command("parser"))
 
     async def find(
         self,
@@ -149,7 +150,7 @@ class Parsers:
         request.resume = tuple(answers._ids[:resume])
         found = found or Found()
         async with asyncio.timeout(START_S):
-            reader = AnswerParser(self.process, self.metrics)
+            reader = AnswerParser(self.process)
             await reader.serve(request, parsing, found, answers.serve)
         return found
 
@@ -176,7 +177,7 @@ async def parsers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Par
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_calls_content_and_reasoning_are_told_apart(parsers: Parsers) -> None:
+async def test_calls_content_and_reasoning_are_separated(parsers: Parsers) -> None:
     found = await parsers.find(f"{THOUGHT}Let me look. {OSLO}\n{PARIS}", "hermes", "deepseek_v3")
     assert found.reasoning == "The user wants the weather — in 東京."
     assert found.content.strip() == "Let me look."
@@ -186,7 +187,6 @@ async def test_calls_content_and_reasoning_are_told_apart(parsers: Parsers) -> N
     assert all(found.ids)
     assert found.usage is not None
     assert found.usage.reasoning_tokens > 5
-    assert parsers.counted("pdserve_parser_divergences_total") == 0
 
 
 @pytest.mark.parametrize(
@@ -242,15 +242,6 @@ async def test_an_answer_that_is_resumed_continues_in_the_middle_of_a_call(
     assert found.calls[0][0] == "", "its name was said before"
     assert found.calls[0][1]
     assert whole.calls[0][1].endswith(found.calls[0][1])
-
-
-async def test_divergence_from_the_whole_parse_is_counted(parsers: Parsers) -> None:
-    before = parsers.counted("pdserve_parser_divergences_total")
-    # In a stream the call has begun; in the whole text it is none, since it does not end.
-    found = await parsers.find(OSLO[:-14])
-    assert found.calls[0][0] == "get_weather"
-    await parsers.find("done")  # the check of the first answer has come by now
-    assert parsers.counted("pdserve_parser_divergences_total") == before + 1
 
 
 FORCED = {

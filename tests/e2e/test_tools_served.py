@@ -12,11 +12,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdserve.demo import MODEL_DIR
-from tests.patience import START_S
-from tests.up_process import UpProcess
+from tests.support.served_demo import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.support.served_up import ServedUp
 
 
 def tool(name: str, **properties: dict[str, Any]) -> dict[str, Any]:
@@ -33,33 +34,26 @@ TIME = tool("get_time", zone={"enum": ["utc", "cet"]}, hour={"type": "integer", 
 NOTE = tool("write_note", text={"type": "string", "minLength": 60, "maxLength": 80})
 NAMED = {"type": "function", "function": {"name": "write_note"}}
 ASKED = {
-    "model": "demo",
+    "model": MODEL,
     "messages": [{"role": "user", "content": "What is prefill?"}],
     "temperature": 0.0,
 }
 
 
 class Service:
-    def __init__(self, up: UpProcess) -> None:
-        self.ready: dict[str, Any] = up.wait_until_serving(within_s=START_S)
-        url = f"{self.ready['http']}/v1"
-        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    def __init__(self, stack: ServedUp) -> None:
+        self.stack = stack
+        self.client = openai.OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0)
 
     def ask(self, **values: Any) -> Any:
         return self.client.chat.completions.create(**{"tools": [TIME, NOTE], **ASKED, **values})
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    flags = ("--model-name", "demo", "--http-port", "0", "--grpc-port", "0")
-    up = UpProcess(tmp_path_factory.mktemp("up"), *flags)
-    try:
-        yield Service(up)
-        up.send(signal.SIGINT)
-        assert up.wait() == 0, up.output
-        assert up.survivors() == [], "the parser process ends with its router"
-    finally:
-        up.close()
+@pytest.fixture
+def service(served_demo: ServedUp) -> Iterator[Service]:
+    made = Service(served_demo)
+    with made.client:
+        yield made
 
 
 def arguments_of(call: Any) -> Any:
@@ -85,7 +79,7 @@ def test_a_named_call_is_one_call_of_that_function(service: Service) -> None:
 
 
 def test_a_forced_call_begins_after_the_reasoning_on_both_workers(service: Service) -> None:
-    """The answer continues after thoughts that are told as tokens: they end there, or go on."""
+    """The answer continues after reasoning tokens, inside the reasoning or after its end."""
     thoughts = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")).encode(
         "<think>I need the time.</think>", add_special_tokens=False
     )
@@ -105,9 +99,9 @@ def test_a_forced_call_begins_after_the_reasoning_on_both_workers(service: Servi
     assert 60 <= len(arguments_of(call)["text"]) <= 80
 
 
-def test_a_forced_call_goes_on_when_its_decode_worker_is_killed(service: Service) -> None:
+def test_a_forced_call_continues_when_its_decode_worker_is_killed(service: Service) -> None:
     expected = service.ask(tool_choice=NAMED).choices[0].message.tool_calls[0].function.arguments
-    (pid,) = [x["pid"] for x in service.ready["workers"] if x["role"] == "decode"]
+    (pid,) = [x["pid"] for x in service.stack.ready["workers"] if x["role"] == "decode"]
     found, receipt = "", None
     for chunk in service.ask(tool_choice=NAMED, stream=True):
         for call in chunk.choices[0].delta.tool_calls or ():

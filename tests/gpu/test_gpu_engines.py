@@ -1,5 +1,5 @@
-"""Real engines on one GPU, each with a small share of it: KV goes from one to the other over
-`cuda_ipc`, and the tokens are those of one engine."""
+"""Real engines that share one GPU: KV moves over `cuda_ipc`, and the tokens are those of one
+engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if importlib.util.find_spec("vllm") is None:
 
 import pytest_asyncio  # noqa: E402
 
-from tests.e2e.engines import EngineProcess, settings  # noqa: E402
-from tests.e2e.models import ModelSpec, make_model  # noqa: E402
-from tests.e2e.pair import Pair, joined, params, prompt  # noqa: E402
-from tests.gpu.caches import lack as lack_of_gpu  # noqa: E402
-from workers.vllm.settings import KvSettings  # noqa: E402
+from kv_transfer.settings import ConnectorConfig  # noqa: E402
+from tests.support.engine_pair import EnginePair, joined, params, prompt  # noqa: E402
+from tests.support.engines import EngineProcess, settings  # noqa: E402
+from tests.support.gpu_caches import missing_gpu  # noqa: E402
+from tests.support.tiny_models import ModelSpec, make_model  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -38,7 +38,7 @@ _NAMES = itertools.count(1)
 
 def lack() -> str:
     """Why engines cannot run on a GPU here, or ""."""
-    if reason := lack_of_gpu():
+    if reason := missing_gpu():
         return reason
     try:
         metadata.version("vllm")
@@ -48,10 +48,7 @@ def lack() -> str:
 
 
 async def engine(model: Path, *, is_paired: bool = True) -> EngineProcess:
-    kv = KvSettings(
-        f"gpu-instance-{next(_NAMES)}",
-        {"transports": ("cuda_ipc",)},
-    )
+    kv = ConnectorConfig(transports=("cuda_ipc",))
     args: dict[str, Any] = {
         "dtype": "bfloat16",
         "block_size": BLOCK,
@@ -59,14 +56,20 @@ async def engine(model: Path, *, is_paired: bool = True) -> EngineProcess:
         "gpu_memory_utilization": 0.15,
         "enforce_eager": True,
     }
-    return await EngineProcess.start(settings(model, kv=kv if is_paired else None, **args))
+    made = settings(
+        model,
+        kv=kv if is_paired else None,
+        instance_id=f"gpu-instance-{next(_NAMES)}",
+        **args,
+    )
+    return await EngineProcess.start(made)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[dict[str, EngineProcess]]:
-    """By name; one after the other, for each looks how much memory is free."""
+    """Start the engines one after the other, because each measures the free memory."""
     if reason := lack():
         pytest.skip(reason)
     model = make_model(tmp_path_factory.mktemp("models") / "tiny", ModelSpec(dtype="bfloat16"))
@@ -82,7 +85,7 @@ async def engines(
 
 
 async def test_tokens_are_those_of_one_engine(engines: dict[str, EngineProcess]) -> None:
-    pair = Pair(engines["first"], engines["second"], engines["first"].instance_id)
+    pair = EnginePair(engines["first"], engines["second"], engines["first"].instance_id)
     sampling = params(ignore_eos=True)
     # One at a time, so that all three engines compute in batches of the same shapes.
     for length in (1, BLOCK, BLOCK + 1, 257, 700):

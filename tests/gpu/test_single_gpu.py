@@ -1,5 +1,5 @@
-"""What one GPU can show of the transports between GPUs, in processes of their own: a dead peer, or
-a GPU without free thread blocks, would hang them. The speed says nothing of two GPUs."""
+"""Transports between GPUs, as far as one GPU can show them, in child processes: a dead peer, or a
+GPU without free thread blocks, would hang them. The speed does not predict that of two GPUs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytest.importorskip("msgspec")
 pytest.importorskip("grpc")
 
 from kv_transfer.errors import KvTransferError
-from kv_transfer.transport import nccl_binding
-from kv_transfer.transport.nccl import ONE_GPU_VARIABLE, ONE_GPU_VERSION
-from tests.gpu.caches import lack as lack_of_gpu
+from kv_transfer.transport.nccl import binding as nccl_binding
+from kv_transfer.transport.nccl.transport import ONE_GPU_VARIABLE, ONE_GPU_VERSION
+from tests.support.gpu_caches import missing_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LIMIT_S + 60)]
 
 def lack(transport: str, environment: dict[str, str]) -> str:
     """Return why the transport cannot be tried here, or ""."""
-    if transport != "nccl" or lack_of_gpu():
-        return lack_of_gpu()
+    if transport != "nccl" or missing_gpu():
+        return missing_gpu()
     try:
         version = nccl_binding.load().version()
     except KvTransferError as error:
@@ -62,7 +62,7 @@ def test_blocks_arrive_exactly(role: str, transport: str, environment: dict[str,
     if reason := lack(transport, environment):
         pytest.skip(reason)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.gpu_transfer", role, transport],
+        [sys.executable, "-m", "tests.support.gpu_transfer", role, transport],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,

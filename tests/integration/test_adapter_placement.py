@@ -10,10 +10,9 @@ import pytest
 
 from pdserve.errors import ModelNotFound
 from pdserve.types import Role, SamplingParams
-from router.admission.controller import SCAN_TRIES
-from router.admission.queue import MAX_PASSES
-from tests.cluster import Cluster
-from tests.patience import WAIT_S
+from router.admission.queue import MAX_BLOCKED, MAX_PASSES
+from tests.support.cluster import Cluster
+from tests.support.timeouts import WAIT_S, wait_until
 from workers.adapters import read_adapter
 
 if TYPE_CHECKING:
@@ -47,8 +46,13 @@ async def load(cluster: Cluster, directory: Path, **more: object) -> tuple[int, 
     return await post(cluster, "load", directory.name, lora_path=str(directory), **more)
 
 
-def cluster_of(max_loras: int = 1) -> Cluster:
-    return Cluster(prefill=1, decode=1, engine_args={"max_loras": max_loras, "step_s": 0.001})
+def cluster_of(directory: Path, max_loras: int = 1) -> Cluster:
+    return Cluster(
+        prefill=1,
+        decode=1,
+        engine_args={"max_loras": max_loras, "step_s": 0.001},
+        worker={"adapter_directories": (str(directory),)},
+    )
 
 
 async def served(cluster: Cluster) -> dict[str, str]:
@@ -58,7 +62,7 @@ async def served(cluster: Cluster) -> dict[str, str]:
 async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path) -> None:
     red = tmp_path / "red"
     key = write(red)
-    async with cluster_of() as cluster:
+    async with cluster_of(tmp_path) as cluster:
         assert (await load(cluster, red))[0] == 200
         assert await served(cluster) == {MODEL: "", "red": MODEL}
         for name, adapter in (("red", key), (MODEL, "")):
@@ -75,23 +79,23 @@ async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path)
 
 async def test_an_adapter_that_one_worker_cannot_load_is_loaded_by_none(tmp_path: Path) -> None:
     write(tmp_path)
-    async with cluster_of() as cluster:
+    async with cluster_of(tmp_path) as cluster:
         await cluster.add("decode-1", Role.DECODE, engine_args={"max_loras": 0})
         await cluster.until_ready()
         status, said = await load(cluster, tmp_path)
         assert (status, "worker decode-1" in said, "enable_lora" in said) == (400, True, True)
         assert list(await served(cluster)) == [MODEL]
-        assert not any(worker.service.adapters for worker in cluster.workers.values())
+        assert not any(worker.service.adapters.usable for worker in cluster.workers.values())
 
 
-async def test_a_worker_that_comes_later_and_a_new_router_have_what_is_served(
+async def test_a_later_worker_and_a_new_router_get_the_served_adapters(
     tmp_path: Path,
 ) -> None:
     key = write(tmp_path)
-    async with cluster_of() as cluster:
+    async with cluster_of(tmp_path) as cluster:
         assert (await load(cluster, tmp_path))[0] == 200
         late = await cluster.add("decode-1", Role.DECODE)
-        await cluster.until(lambda: key in late.service.adapters)
+        await wait_until(lambda: key in late.service.adapters.usable)
         await cluster.router.stop()
         await cluster.start_router()
         await cluster.until_ready()
@@ -99,16 +103,16 @@ async def test_a_worker_that_comes_later_and_a_new_router_have_what_is_served(
 
 
 async def test_a_request_waits_in_the_router_for_the_slot_of_its_adapter(tmp_path: Path) -> None:
-    names = [f"x{i}" for i in range(SCAN_TRIES + 2)]
-    async with cluster_of(max_loras=1) as cluster:
+    names = [f"x{i}" for i in range(MAX_BLOCKED + 2)]
+    async with cluster_of(tmp_path, max_loras=1) as cluster:
         for name in names:
             write(tmp_path / name)
             assert (await load(cluster, tmp_path / name))[0] == 200
         first = asyncio.create_task(cluster.ask(PROMPT, ENDLESS, model=names[0]))
-        await cluster.until(lambda: cluster.busy("decode-0"))
+        await wait_until(lambda: cluster.busy("decode-0"))
         others = [cluster.ask(PROMPT, SHORT, model=name) for name in names[1:]]
         waiting = asyncio.gather(*others)
-        await cluster.until(lambda: cluster.router.requests.admission.queued == len(others))
+        await wait_until(lambda: cluster.router.requests.admission.queued == len(others))
         # No blocks are held for them, and they hold up neither the model nor the other adapter,
         # until that has passed them often enough.
         for _ in range(MAX_PASSES + 1):
@@ -118,7 +122,7 @@ async def test_a_request_waits_in_the_router_for_the_slot_of_its_adapter(tmp_pat
         entries = await cluster.entries()
         assert [entries[x].outstanding_requests for x in cluster.workers] == [0, 1]
         last = asyncio.create_task(cluster.ask(PROMPT, SHORT, model=names[0]))
-        await cluster.until(lambda: cluster.router.requests.admission.queued == len(others) + 1)
+        await wait_until(lambda: cluster.router.requests.admission.queued == len(others) + 1)
         first.cancel()
         assert len(await asyncio.wait_for(waiting, WAIT_S)) == len(others)
         await asyncio.wait_for(last, WAIT_S)
@@ -126,17 +130,17 @@ async def test_a_request_waits_in_the_router_for_the_slot_of_its_adapter(tmp_pat
 
 async def test_a_replaced_adapter_is_unloaded_when_its_requests_have_ended(tmp_path: Path) -> None:
     before = write(tmp_path, b"1")
-    async with cluster_of(max_loras=2) as cluster:
+    async with cluster_of(tmp_path, max_loras=2) as cluster:
         assert (await load(cluster, tmp_path))[0] == 200
         old = asyncio.create_task(cluster.ask(PROMPT, ENDLESS, model=tmp_path.name))
-        await cluster.until(lambda: cluster.busy("decode-0"))
+        await wait_until(lambda: cluster.busy("decode-0"))
         after = write(tmp_path, b"2")
         replacing = asyncio.create_task(load(cluster, tmp_path, load_inplace=True))
-        worker = cluster.workers["decode-0"].service
-        await cluster.until(lambda: cluster.router.fleet.adapters[tmp_path.name].key == after)
+        adapters = cluster.workers["decode-0"].service.adapters
+        await wait_until(lambda: cluster.router.requests.adapters()[tmp_path.name].key == after)
         answer = await cluster.ask(PROMPT, SHORT, model=tmp_path.name)
         assert answer.token_ids == cluster.expected(PROMPT, SHORT, after).token_ids
-        assert set(worker.adapters) == {before, after}
+        assert set(adapters.usable) == {before, after}
         old.cancel()
         assert (await asyncio.wait_for(replacing, WAIT_S))[0] == 200
-        assert set(worker.adapters) == {after}
+        assert set(adapters.usable) == {after}

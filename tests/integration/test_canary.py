@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.deploy.revisions import RouterWeights
-from pdserve.discovery import Discovery
-from pdserve.rpc import Dialer
+from pdserve.deploy.scaling.weights import RouterWeights
+from pdserve.net.discovery import Discovery
+from pdserve.net.rpc import Dialer
 from pdserve.types import Role, SamplingParams
-from tests.cluster import Cluster
-from tests.integration.test_cluster import PLAIN, PROMPT
-from tests.kubernetes_api import add_service, change_image, kubernetes_api
-from tests.up_process import run_cli
+from tests.support.cluster import PLAIN, PROMPT, Cluster
+from tests.support.commands import run_cli
+from tests.support.kubernetes_api import add_service, change_image, kubernetes_api
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ MODEL = "pdserve-demo"
 
 
 async def weights(cluster: Cluster, *args: str) -> str:
-    """`pdserve weights` with these arguments."""
+    """Run `pdserve weights` with these arguments."""
     ended = await asyncio.to_thread(run_cli, "weights", MODEL, *args, "--grpc", cluster.grpc)
     return ended.stdout if ended.returncode == 0 else ended.stderr
 
@@ -91,7 +90,8 @@ async def test_the_operator_replaces_workers_by_a_canary_at_real_routers(
             operator = Operator(client, lease, routers, lambda: now)
 
             async def look() -> str:
-                """Look, start and end the workers that the Deployments ask for, and ask them."""
+                """Let the operator look, start and end workers as the Deployments say, and send
+                requests."""
                 nonlocal now
                 now += 5.0
                 await operator.look()
@@ -116,4 +116,4 @@ async def test_the_operator_replaces_workers_by_a_canary_at_real_routers(
             revisions = [await look() for _ in range(12)]
             assert revisions[0] == old != revisions[-1]
             assert all(revisions[-1] in name for name in cluster.workers)
-            assert cluster.router.fleet.shares == {}
+            assert cluster.router.shares.by_model == {}

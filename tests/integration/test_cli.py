@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cluster import Cluster
-from tests.patience import WAIT_S
-from tests.up_process import run_cli, up
+from tests.support.cluster import Cluster
+from tests.support.commands import run_cli
+from tests.support.pdserve_up import up
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The ready file of a service with fake engines."""
+    """Start a service with fake engines. Return its ready file."""
     with up(tmp_path_factory.mktemp("up")) as running:
         yield running.wait_until_serving()
 
@@ -62,7 +63,7 @@ def test_a_refused_request_fails_with_its_field(
     assert "Traceback" not in ended.stderr
 
 
-def test_a_service_that_is_not_there_is_said_to_be_missing() -> None:
+def test_a_missing_service_is_reported() -> None:
     ended = run_cli("generate", "--grpc", "127.0.0.1:1", "x")
     assert ended.returncode == 1
     assert "pdserve up" in ended.stderr
@@ -100,7 +101,7 @@ def test_status_shows_every_worker_and_an_empty_ledger(service: dict[str, Any]) 
 
 
 async def test_status_names_a_worker_that_does_not_answer() -> None:
-    """It accepts connections and says nothing, as behind a network that is cut."""
+    """A server that accepts connections and does not answer, as behind a cut network."""
     async with Cluster(prefill=1, decode=1) as cluster:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -123,7 +124,7 @@ def test_top_shows_what_happened_and_who_did_it(service: dict[str, Any]) -> None
     assert found["latency_s"]["TTFT"].keys() == {"p50", "p90", "p99"}
 
 
-def test_top_says_that_no_router_is_there() -> None:
+def test_top_reports_that_no_router_answers() -> None:
     ended = run_cli("top", "--url", "http://127.0.0.1:1", "--once")
     assert ended.returncode == 1
     assert "no router" in ended.stderr

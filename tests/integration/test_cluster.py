@@ -1,5 +1,5 @@
-"""Router and workers together, with engines that nothing can confuse: the answer is the one that a
-single engine gives, whatever happens on the way, and nothing is left behind."""
+"""Router and workers with fake engines. Every answer is that of one engine, also under faults, and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,51 +9,22 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.cli import main
 from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
-from tests.cluster import WAIT_S, Answer, Cluster
+from tests.support.cluster import (
+    LONG,
+    PLAIN,
+    PROMPT,
+    WAIT_S,
+    Answer,
+    Cluster,
+    Trigger,
+    ask_and_hold,
+    assert_same,
+)
+from tests.support.timeouts import wait_until
 from workers.fake.settings import FakeFaults
-
-PROMPT = list(range(20, 90))
-PLAIN = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-LONG = replace(PLAIN, max_tokens=400)
-
-
-def assert_same(answer: Answer, expected: Answer) -> None:
-    assert answer.token_ids == expected.token_ids
-    assert answer.text == expected.text
-    assert answer.finish_reason is expected.finish_reason
-
-
-class Trigger:
-    """Fires once an answer has so many tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self.fired = asyncio.Event()
-        self._tokens = tokens
-
-    def __call__(self, answer: Answer) -> None:
-        if len(answer.token_ids) >= self._tokens:
-            self.fired.set()
-
-
-async def ask_and_hold(
-    cluster: Cluster, sampling: SamplingParams = LONG, role: str = "decode"
-) -> tuple[str, str, asyncio.Task[Answer]]:
-    """(the worker of two that has the request, the other one, the answer asked for): neither
-    makes a step until its faults are lifted. Decode stops after some tokens."""
-    names = (f"{role}-0", f"{role}-1")
-    for name in names:
-        cluster.faults(name, FakeFaults(stall_at_step=1 if role == "prefill" else 30))
-    trigger = Trigger(20)
-    asking = asyncio.create_task(cluster.ask(PROMPT, sampling, on_token=trigger))
-    if role == "decode":
-        await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
-    await cluster.until(lambda: cluster.busy(*names))
-    (busy,) = cluster.busy(*names)
-    return busy, names[1 - names.index(busy)], asking
 
 
 class TestAnswers:
@@ -116,7 +87,7 @@ class TestCancellation:
             cluster.faults(name, faults)
             trigger, decode = Trigger(tokens), cluster.workers["decode-0"].service
             asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
-            await cluster.until(
+            await wait_until(
                 lambda: trigger.fired.is_set() if tokens else decode.ledger().in_flight_blocks
             )
             asking.cancel()
@@ -149,7 +120,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("role", ["prefill", "decode"])
     async def test_a_worker_that_makes_no_step_costs_no_token(self, role: str) -> None:
-        """Its RPCs answer all the time, and its lease never ends."""
+        """The worker answers RPCs, and its lease never ends."""
         health = HealthConfig(stall_s=1.0, eject_s=0.01)
         async with Cluster(prefill=2, decode=2, router={"health": health}) as cluster:
             expected = cluster.expected(PROMPT, LONG)
@@ -168,7 +139,7 @@ class TestFaults:
             assert (await cluster.entries())[busy].state == "ready"
 
     async def test_a_storm_of_failures_ends_with_clean_errors(self) -> None:
-        """Every transfer fails; what may be computed again is a few requests' worth."""
+        """Every transfer fails; the budget of retries covers a few requests."""
         health = HealthConfig(stall_s=WAIT_S, eject_s=0.0)
         router = {"retry_tokens_per_s": len(PROMPT) / 6, "health": health}
         async with Cluster(prefill=2, decode=2, router=router) as cluster:
@@ -203,7 +174,7 @@ class TestFaults:
             await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
             await cluster.kill("aggregated-0")
             queued = asyncio.create_task(cluster.ask(PROMPT, LONG))
-            await cluster.until(lambda: cluster.router.requests.admission.queued)
+            await wait_until(lambda: cluster.router.requests.admission.queued)
             await cluster.add("aggregated-0", Role.AGGREGATED)
             assert_same(await stream, expected)
             assert_same(await queued, expected)
@@ -212,12 +183,11 @@ class TestFaults:
 async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
         await cluster.ask(PROMPT, PLAIN, request_id="explained")
-        command = ["explain", "--grpc", cluster.grpc]
-        assert await asyncio.to_thread(main, [*command, "explained"]) == 0
+        assert await cluster.command("explain", "explained") == 0
         assert "prefill on prefill-0, decode on decode-" in capsys.readouterr().out
-        assert await asyncio.to_thread(main, [*command, "nobody"]) == 1
+        assert await cluster.command("explain", "nobody") == 1
         assert "no decision for request nobody is kept" in capsys.readouterr().err
-        assert await asyncio.to_thread(main, [*command, "explained", "--json"]) == 0
+        assert await cluster.command("explain", "explained", "--json") == 0
         assert json.loads(capsys.readouterr().out)["request_id"] == "explained"
 
 
@@ -225,7 +195,7 @@ FOUR = replace(PLAIN, n=4, seed=3, temperature=1.0, ignore_eos=False)
 
 
 async def ask_for_several(cluster: Cluster, sampling: SamplingParams) -> list[Answer]:
-    """The answers by index; what they cost is with the first."""
+    """Return the answers by index; the first one has the receipt."""
     answers = [Answer() for _ in range(sampling.n)]
     async for delta in cluster.client.generate(PROMPT, sampling):
         answer = answers[delta.index]
@@ -238,7 +208,7 @@ async def ask_for_several(cluster: Cluster, sampling: SamplingParams) -> list[An
 
 
 def check_several(cluster: Cluster, sampling: SamplingParams, answers: list[Answer]) -> None:
-    """Each as one engine gives it under its seed."""
+    """Each answer is that of one engine with its seed."""
     for i, answer in enumerate(answers):
         assert_same(answer, cluster.expected(PROMPT, sampling.of_choice(i)))
     assert answers[0].usage is not None
@@ -262,7 +232,7 @@ async def test_a_decode_worker_that_dies_loses_none_of_several_answers(tokens: i
         for name in ("decode-0", "decode-1"):
             cluster.faults(name, FakeFaults(stall_at_step=tokens + 1))
         asking = asyncio.create_task(ask_for_several(cluster, sampling))
-        await cluster.until(lambda: cluster.busy("decode-0", "decode-1"))
+        await wait_until(lambda: cluster.busy("decode-0", "decode-1"))
         (busy,) = cluster.busy("decode-0", "decode-1")
         await cluster.kill(busy)
         for name in {"decode-0", "decode-1"} - {busy}:

@@ -1,6 +1,5 @@
-"""`slo_aware` over the real router and fake engines in virtual time: predictions are made of
-the steps that workers report, and prefill goes to the decode worker if the first token is sooner
-there."""
+"""`slo_aware` over the real router and fake engines in virtual time. It predicts from the steps
+that workers report, and prefills on the decode worker if that gives the first token sooner."""
 
 from __future__ import annotations
 
@@ -10,11 +9,12 @@ import pytest
 
 from benchmarks.progress import Progress
 from benchmarks.simulate import Costs, Setup, simulate
-from benchmarks.traces import Shape, Trace, TraceMeta, TraceRequest
+from benchmarks.traces import Trace, TraceMeta, TraceRequest
+from benchmarks.workload import Shape
 from pdserve.config import load_config
 
 if TYPE_CHECKING:
-    from benchmarks.metrics import RequestRecord
+    from benchmarks.metrics import RequestTimeline
 
 COSTS = Costs(step_s=0.01, prefill_s=0.0001, decode_s=0.0, transfer_s=0.005)
 # The router learns what steps cost; then a prompt holds up the prefill worker for 0.3 s.
@@ -22,7 +22,7 @@ LEARN = [TraceRequest(float(i), 400, 8) for i in range(30)]
 AHEAD, SHORT = TraceRequest(50.0, 3000, 1), TraceRequest(50.05, 300, 9)
 
 
-def served(*rows: TraceRequest) -> list[RequestRecord]:
+def served(*rows: TraceRequest) -> list[RequestTimeline]:
     """Serve requests, given in order, with one prefill and one decode worker."""
     config = load_config(None, {"router.policy": "slo_aware"})
     setup = Setup(
@@ -37,7 +37,7 @@ def served(*rows: TraceRequest) -> list[RequestRecord]:
     return list(simulate(setup, config.router, trace, Shape(), Progress()).records)
 
 
-def where(record: RequestRecord) -> tuple[str, float]:
+def where(record: RequestTimeline) -> tuple[str, float]:
     """Return the worker that computed the prompt, and the predicted TTFT."""
     assert record.receipt is not None
     return record.receipt["prefill_worker"], record.receipt["predicted_ttft_s"]

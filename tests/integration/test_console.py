@@ -11,8 +11,8 @@ import pytest
 
 from pdserve.errors import DeadlineExceeded, Unavailable
 from pdserve.types import SamplingParams
-from tests.cluster import Cluster
-from tests.patience import WAIT_S
+from tests.support.cluster import Cluster
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -25,7 +25,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 class Page:
-    """A page that is open: all that it was sent."""
+    """An open page, with all events that it received."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
@@ -124,8 +124,8 @@ async def test_a_worker_that_leaves_changes_its_state(cluster: Cluster, page: Pa
     event = await page.until(lambda x: len(x["workers"]) == 3)
     assert {x["id"]: x["state"] for x in event["workers"]}["decode-1"] == "ready"
     await cluster.workers["decode-1"].stop()
-    event = await page.until(lambda x: any(w["state"] == "lost" for w in x["workers"]))
-    [row] = [x for x in event["workers"] if x["state"] == "lost"]
+    event = await page.until(lambda x: any(w["state"] == "left" for w in x["workers"]))
+    [row] = [x for x in event["workers"] if x["state"] == "left"]
     assert (row["id"], row["why"]) == ("decode-1", "it left")
 
 

@@ -1,5 +1,5 @@
-"""Workers that are taken out of service while they are asked: answers leave them together with
-their KV, and whatever goes wrong on that way, nothing is lost and nothing left behind."""
+"""Drains under load. Answers move to other workers with their KV. No fault during the move loses
+tokens or leaves anything behind."""
 
 from __future__ import annotations
 
@@ -10,37 +10,34 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.cli import main
-from pdserve.types import Role
-from router import upstream
-from tests.cluster import WAIT_S, Answer, Cluster
-from tests.integration.test_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
-from tests.integration.test_role_changes import metrics
-from workers import service
+from router.main import RouterLimits
+from tests.support.cluster import (
+    LONG,
+    PLAIN,
+    PROMPT,
+    WAIT_S,
+    Answer,
+    Cluster,
+    ask_and_hold,
+    assert_same,
+)
+from tests.support.timeouts import wait_until
+from workers.drain import DrainTiming
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
 
     from pdserve.types import SamplingParams
 
 
-async def command(cluster: Cluster, *words: str) -> int:
-    return await asyncio.to_thread(main, [*words, "--grpc", cluster.grpc])
-
-
-def told(text: str) -> list[dict[str, object]]:
-    return [json.loads(line) for line in text.splitlines()]
-
-
-async def test_what_runs_goes_on_elsewhere_and_the_worker_can_be_given_work_again(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+async def test_a_drain_moves_open_answers_and_can_be_undone(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", WAIT_S)
-    async with Cluster(prefill=1, decode=2) as cluster:
+    async with Cluster(prefill=1, decode=2, limits=PATIENT) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         draining = asyncio.create_task(
-            command(cluster, "drain", busy, "--timeout", str(WAIT_S), "--json")
+            cluster.command("drain", busy, "--timeout", str(WAIT_S), "--json")
         )
         await cluster.until_state(busy, "draining")
         cluster.faults(idle, FakeFaults())
@@ -52,30 +49,29 @@ async def test_what_runs_goes_on_elsewhere_and_the_worker_can_be_given_work_agai
         assert_same(answer, cluster.expected(PROMPT, LONG))
         assert answer.fallbacks == ("live_kv:moved",)
         assert await draining == 0
-        *_, last = told(capsys.readouterr().out)
+        last = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert (last["worker"], last["drained"], last["moved_streams"]) == (busy, True, 1)
 
-        assert await command(cluster, "status", "--json", "--timeout", str(WAIT_S)) == 0
+        assert await cluster.command("status", "--json", "--timeout", str(WAIT_S)) == 0
         rows = json.loads(capsys.readouterr().out)["workers"]
         assert {row["worker_id"]: row["state"] for row in rows}[busy] == "drained"
-        assert await command(cluster, "drain", idle) == 1
+        assert await cluster.command("drain", idle) == 1
         assert f"without worker {idle}: no decode worker" in capsys.readouterr().err
-        assert await command(cluster, "drain", busy, "--undo") == 0
+        assert await cluster.command("drain", busy, "--undo") == 0
         assert (await cluster.entries())[busy].state == "ready"
-        assert await command(cluster, "drain", "nobody") == 1
+        assert await cluster.command("drain", "nobody") == 1
         assert "no worker nobody is registered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-async def test_what_does_not_end_in_time_goes_on_elsewhere(
-    role: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+async def test_an_answer_that_does_not_end_in_time_is_moved_without_its_kv(
+    role: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not with its KV, which an engine that makes no step does not let go."""
-    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
-    async with Cluster(prefill=2, decode=2) as cluster:
+    """An engine that makes no step cannot export KV."""
+    async with Cluster(prefill=2, decode=2, limits=IMPATIENT) as cluster:
         busy, other, asking = await ask_and_hold(cluster, role=role)
         cluster.faults(other, FakeFaults())
-        assert await command(cluster, "drain", busy, "--timeout", "0") == 0
+        assert await cluster.command("drain", busy, "--timeout", "0") == 0
         assert "(1 streams moved)" in capsys.readouterr().out
         answer = await asking
         assert_same(answer, cluster.expected(PROMPT, LONG))
@@ -86,32 +82,29 @@ async def test_what_does_not_end_in_time_goes_on_elsewhere(
         assert not entry.HasField("breaker")
 
 
-async def test_what_has_nowhere_to_go_waits_for_a_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The other worker is drained too, and comes back while the stream is to move."""
-    monkeypatch.setattr(service, "MOVE_S", WAIT_S)
-    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
-    async with Cluster(prefill=1, decode=2) as cluster:
+async def test_an_answer_waits_until_a_worker_can_take_it() -> None:
+    """The other worker is drained too, and undrained while the stream is moving."""
+    timing = DrainTiming(move_s=WAIT_S)
+    async with Cluster(prefill=1, decode=2, limits=IMPATIENT, drain_timing=timing) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         cluster.faults(idle, FakeFaults())
-        assert await command(cluster, "drain", idle) == 0
-        draining = asyncio.create_task(command(cluster, "drain", busy, "--timeout", "0", "--force"))
-        await cluster.until(lambda: cluster.workers[busy].service.is_moving)
+        assert await cluster.command("drain", idle) == 0
+        draining = asyncio.create_task(cluster.command("drain", busy, "--timeout", "0", "--force"))
+        await wait_until(lambda: cluster.workers[busy].intake.is_moving)
         assert not asking.done()
-        assert await command(cluster, "drain", idle, "--undo") == 0
+        assert await cluster.command("drain", idle, "--undo") == 0
         assert_same(await asking, cluster.expected(PROMPT, LONG))
         assert await draining == 0
 
 
-async def test_a_drain_that_is_taken_back_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_undone_drain_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         engine = cluster.engine(busy)
-        await cluster.until(lambda: engine.faults.stalls(engine._steps + 1))
-        draining = asyncio.create_task(command(cluster, "drain", busy, "--timeout", str(WAIT_S)))
+        await wait_until(lambda: engine.faults.stalls(engine._steps + 1))
+        draining = asyncio.create_task(cluster.command("drain", busy, "--timeout", str(WAIT_S)))
         await cluster.until_state(busy, "draining")
-        assert await command(cluster, "drain", busy, "--undo") == 0
+        assert await cluster.command("drain", busy, "--undo") == 0
         assert await draining == 1
         assert f"worker {busy} is not drained" in capsys.readouterr().out
         for name in (busy, idle):
@@ -119,22 +112,12 @@ async def test_a_drain_that_is_taken_back_says_so(capsys: pytest.CaptureFixture[
         assert_same(await asking, cluster.expected(PROMPT, LONG))
 
 
-async def restart(cluster: Cluster, names: Sequence[str]) -> None:
-    """Each in turn is drained, told to stop, and replaced by one of its name."""
-    for name in names:
-        assert await command(cluster, "drain", name, "--timeout", "0.05", "--stop") == 0
-        server = cluster.workers.pop(name)
-        assert server.told_to_stop.done()
-        await server.stop()  # what its process does when `told_to_stop` is done
-        await cluster.add(name, Role(name.partition("-")[0]))
-        await cluster.until_ready()
-
-
 NAMES = ("decode-0", "decode-1")
+PATIENT, IMPATIENT = RouterLimits(export_timeout_s=WAIT_S), RouterLimits(export_timeout_s=0.05)
 
 
 class Leaving:
-    """One long answer that the worker `old` decodes; it makes no step until it is let go."""
+    """A long answer on the worker `old`, which makes no step until its faults are lifted."""
 
     def __init__(self, cluster: Cluster, old: str, asking: asyncio.Task[Answer]) -> None:
         self.cluster, self.old, self.asking = cluster, old, asking
@@ -142,22 +125,22 @@ class Leaving:
         cluster.faults(self.new, FakeFaults())
 
     def drain(self) -> asyncio.Task[int]:
-        """The old worker is to be empty, and has time."""
+        """Drain the old worker, without a time limit."""
         return asyncio.create_task(self._drain())
 
     async def _drain(self) -> int:
-        # One that still makes steps lets go at once, and nobody sees it asked.
+        # An engine that still makes steps would export at once.
         engine = self.cluster.engine(self.old)
-        await self.cluster.until(lambda: engine.faults.stalls(engine._steps + 1))
-        return await command(self.cluster, "drain", self.old, "--timeout", str(WAIT_S))
+        await wait_until(lambda: engine.faults.stalls(engine._steps + 1))
+        return await self.cluster.command("drain", self.old, "--timeout", str(WAIT_S))
 
-    async def asked_for(self) -> None:
-        """Waits until the old worker's engine has been asked to let go."""
+    async def until_exporting(self) -> None:
+        """Wait until the old worker's engine has the order to export."""
         engine = self.cluster.engine(self.old)
-        await self.cluster.until(lambda: engine.ledger().leased_blocks)
+        await wait_until(lambda: engine.ledger().leased_blocks)
 
     async def whole(self, sampling: SamplingParams = LONG) -> Answer:
-        """The answer, which is as if nothing had happened."""
+        """Return the answer, and assert that it is that of an undisturbed engine."""
         answer = await asyncio.wait_for(self.asking, WAIT_S)
         assert_same(answer, self.cluster.expected(PROMPT, sampling))
         assert answer.usage is not None
@@ -171,15 +154,15 @@ async def begin(cluster: Cluster, sampling: SamplingParams = LONG) -> Leaving:
 
 
 @pytest.fixture
-async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    # Only the test that is about it meets the end of that time.
-    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", WAIT_S)
-    async with Cluster(prefill=1, decode=2) as found:
+async def cluster() -> AsyncIterator[Cluster]:
+    async with Cluster(prefill=1, decode=2, limits=PATIENT) as found:
         yield found
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "stop"])
-async def test_a_drained_worker_gives_its_answers_away(cluster: Cluster, kind: str) -> None:
+async def test_a_drained_worker_exports_its_answers_with_their_kv(
+    cluster: Cluster, kind: str
+) -> None:
     sampling = LONG if kind == "greedy" else replace(LONG, temperature=1.0, seed=7)
     if kind == "stop":
         text = cluster.expected(PROMPT, sampling).text
@@ -188,39 +171,39 @@ async def test_a_drained_worker_gives_its_answers_away(cluster: Cluster, kind: s
         sampling = replace(sampling, stop=(text[at : at + 9],))
     leaving = await begin(cluster, sampling)
     draining = leaving.drain()
-    await leaving.asked_for()
+    await leaving.until_exporting()
     cluster.faults(leaving.old, FakeFaults())
     answer = await leaving.whole(sampling)
     assert answer.fallbacks == ("live_kv:moved",)
     assert await draining == 0
     assert answer.receipt is not None
     assert answer.receipt.decode_worker == leaving.new
-    assert 'continuations_total{from="live_kv",model="pdserve-demo"} 1.0' in await metrics(cluster)
+    assert 'continuations_total{from="live_kv",model="pdserve-demo"} 1.0' in await cluster.metrics()
 
 
-async def test_an_answer_leaves_one_worker_after_the_other(cluster: Cluster) -> None:
+async def test_an_answer_can_be_moved_twice(cluster: Cluster) -> None:
     leaving = await begin(cluster)
     cluster.faults(leaving.new, FakeFaults(stall_at_step=40))
     draining = leaving.drain()
-    await leaving.asked_for()
+    await leaving.until_exporting()
     cluster.faults(leaving.old, FakeFaults())
     assert await draining == 0
-    assert await command(cluster, "drain", leaving.old, "--undo") == 0
+    assert await cluster.command("drain", leaving.old, "--undo") == 0
     await cluster.until_ready()
     leaving.old, leaving.new = leaving.new, leaving.old
-    await cluster.until(lambda: cluster.busy(leaving.old))
+    await wait_until(lambda: cluster.busy(leaving.old))
     draining = leaving.drain()
-    await leaving.asked_for()
+    await leaving.until_exporting()
     cluster.faults(leaving.old, FakeFaults())
     assert (await leaving.whole()).fallbacks == ("live_kv:moved", "live_kv:moved")
     assert await draining == 0
 
 
-async def test_an_answer_with_nowhere_to_go_ends_where_it_is(cluster: Cluster) -> None:
+async def test_an_answer_stays_if_no_other_worker_can_take_it(cluster: Cluster) -> None:
     leaving = await begin(cluster)
-    assert await command(cluster, "drain", leaving.new) == 0
+    assert await cluster.command("drain", leaving.new) == 0
     words = ("drain", leaving.old, "--timeout", str(WAIT_S), "--force")
-    draining = asyncio.create_task(command(cluster, *words))
+    draining = asyncio.create_task(cluster.command(*words))
     await cluster.until_state(leaving.old, "draining")
     assert not cluster.engine(leaving.old).ledger().leased_blocks
     cluster.faults(leaving.old, FakeFaults())
@@ -228,23 +211,23 @@ async def test_an_answer_with_nowhere_to_go_ends_where_it_is(cluster: Cluster) -
     assert await draining == 0
 
 
-async def underway(cluster: Cluster) -> tuple[Leaving, asyncio.Task[int]]:
-    """The old worker has let go, and its KV is on the way without an end."""
+async def in_transfer(cluster: Cluster) -> tuple[Leaving, asyncio.Task[int]]:
+    """Move an answer with a transfer that does not end."""
     leaving = await begin(cluster)
     draining = leaving.drain()
-    await leaving.asked_for()
+    await leaving.until_exporting()
     cluster.faults(leaving.old, FakeFaults(delay_transfer_s=10 * WAIT_S))
     new = cluster.engine(leaving.new)
     old = cluster.engine(leaving.old)
-    await cluster.until(lambda: new.ledger().in_flight_blocks and old.ledger().in_flight_blocks)
+    await wait_until(lambda: new.ledger().in_flight_blocks and old.ledger().in_flight_blocks)
     return leaving, draining
 
 
 @pytest.mark.parametrize("which", ["old", "new"])
-async def test_an_answer_survives_either_worker_while_its_kv_is_on_the_way(
+async def test_an_answer_survives_the_death_of_either_worker_during_the_transfer(
     cluster: Cluster, which: str
 ) -> None:
-    leaving, draining = await underway(cluster)
+    leaving, draining = await in_transfer(cluster)
     await cluster.kill(getattr(leaving, which))
     first, *others = (await leaving.whole()).fallbacks
     assert first == "live_kv:moved"
@@ -254,14 +237,14 @@ async def test_an_answer_survives_either_worker_while_its_kv_is_on_the_way(
     await draining
 
 
-@pytest.mark.parametrize("says_its_last_word", [False, True])
-async def test_a_worker_that_dies_before_it_gives_its_kv_costs_a_prefill(
-    cluster: Cluster, says_its_last_word: bool
+@pytest.mark.parametrize("engine_dies_first", [False, True])
+async def test_a_worker_that_dies_before_its_export_costs_a_prefill(
+    cluster: Cluster, engine_dies_first: bool
 ) -> None:
     leaving = await begin(cluster)
     draining = leaving.drain()
-    await leaving.asked_for()
-    if says_its_last_word:
+    await leaving.until_exporting()
+    if engine_dies_first:
         cluster.crash(leaving.old)
         expected: tuple[str, ...] = ("live_kv:moved", "pair:transfer_failed")
     else:
@@ -272,16 +255,16 @@ async def test_a_worker_that_dies_before_it_gives_its_kv_costs_a_prefill(
     await draining
 
 
-@pytest.mark.parametrize("when", ["asked", "underway"])
-async def test_a_client_that_leaves_meanwhile_leaves_nothing_behind(
+@pytest.mark.parametrize("when", ["exporting", "in transfer"])
+async def test_a_client_that_leaves_during_the_move_leaves_nothing_behind(
     cluster: Cluster, when: str
 ) -> None:
-    if when == "underway":
-        leaving, draining = await underway(cluster)
+    if when == "in transfer":
+        leaving, draining = await in_transfer(cluster)
     else:
         leaving = await begin(cluster)
         draining = leaving.drain()
-        await leaving.asked_for()
+        await leaving.until_exporting()
     leaving.asking.cancel()
     await asyncio.wait([leaving.asking])
     cluster.faults(leaving.old, FakeFaults())

@@ -1,5 +1,4 @@
-"""Messages made of our own protos, right and wrong, to a whole service: none is an internal error,
-and the service lives."""
+"""Valid and invalid messages of our own protos to a whole service: no internal error, no crash."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 
 from pdserve.types import SamplingParams
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
-from tests.cluster import Cluster
-from tests.patience import WAIT_S
+from tests.support.cluster import Cluster
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -25,7 +24,7 @@ BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
 def messages(kind: Any, depth: int = 3) -> st.SearchStrategy[Any]:
-    """Messages of a generated class, each field there or not."""
+    """Draw messages of a generated class with some of its fields."""
     fields = {x.name: x for x in kind.DESCRIPTOR.fields if depth or x.message_type is None}
     values = {name: _field(kind, x, depth) for name, x in fields.items()}
     return st.fixed_dictionaries({}, optional=values).map(lambda found: _made(kind, found))
@@ -104,7 +103,7 @@ def fuzz_method(channel: grpc.Channel, path: str, method: Any) -> None:
 
 
 def code_of(running: Any) -> grpc.StatusCode:
-    """How an RPC begins, or ends where it does not."""
+    """Return the first message of an RPC, or its status."""
     try:
         next(running, None)
     except grpc.RpcError:

@@ -1,5 +1,5 @@
-"""Active health checks, and pairs of workers that cannot exchange KV: no request of a client fails
-to find that out."""
+"""Active health checks find suspended workers and pairs that cannot exchange KV. No client's
+request fails to find that out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import pytest
 from pdserve.config import HealthConfig
 from pdserve.errors import DeadlineExceeded
 from pdserve.types import Role
-from router import health_checks
-from tests.cluster import Cluster
-from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
-from tests.patience import WAIT_S
-from tests.up_process import run_cli
+from router.main import RouterLimits
+from tests.support.cluster import PLAIN, PROMPT, Cluster, assert_same
+from tests.support.commands import run_cli
+from tests.support.timeouts import WAIT_S, wait_until
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
-    from tests.cluster import Answer
+    from tests.support.cluster import Answer
 
 PAIR = ("prefill-0", "decode-0")
+
+LIMITS = RouterLimits(probe_period_s=0.001)
 
 
 async def ask(cluster: Cluster) -> Answer:
@@ -33,12 +34,12 @@ async def ask(cluster: Cluster) -> Answer:
     return answer
 
 
-async def test_only_a_probe_brings_an_ejected_pair_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_checks, "PERIOD_S", 0.001)
+async def test_only_a_probe_brings_an_ejected_pair_back() -> None:
     async with Cluster(
         prefill=1,
         decode=1,
         router={"health": HealthConfig(stall_s=WAIT_S, eject_s=0.01)},
+        limits=LIMITS,
     ) as cluster:
         fleet = cluster.router.fleet
         cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
@@ -49,7 +50,7 @@ async def test_only_a_probe_brings_an_ejected_pair_back(monkeypatch: pytest.Monk
             assert answer.receipt is not None
             assert answer.receipt.prefill_worker == "decode-0"
         cluster.faults("prefill-0", FakeFaults())
-        await cluster.until(lambda: not fleet.outliers.ejected(fleet.now()))
+        await wait_until(lambda: not fleet.outliers.ejected(fleet.now()))
         answer = await ask(cluster)
         assert answer.receipt is not None
         assert answer.receipt.prefill_worker == "prefill-0"
@@ -57,23 +58,23 @@ async def test_only_a_probe_brings_an_ejected_pair_back(monkeypatch: pytest.Monk
         assert passed >= 1
 
 
-async def test_only_probes_try_a_suspended_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_checks, "PERIOD_S", 0.001)
+async def test_only_probes_try_a_suspended_worker() -> None:
     health = HealthConfig(stall_s=1.0, eject_s=0.05)
-    async with Cluster(prefill=1, decode=2, router={"health": health}) as cluster:
+    router = {"health": health}
+    async with Cluster(prefill=1, decode=2, router=router, limits=LIMITS) as cluster:
         fleet = cluster.router.fleet
         member = fleet.members["decode-0"]
         cluster.faults("decode-0", FakeFaults(stalled=True))
-        fleet.stalled(member, "for the test")
-        await cluster.until(lambda: cluster.busy("decode-0"))
+        cluster.router.connections.suspend(member, "for the test")
+        await wait_until(lambda: cluster.busy("decode-0"))
         # A probe hangs there; meanwhile the other worker serves.
         for _ in range(10):
             answer = await ask(cluster)
             assert answer.receipt is not None
             assert answer.receipt.decode_worker == "decode-1"
-        await cluster.until(lambda: "no engine step" in member.breaker.reason)
+        await wait_until(lambda: "no engine step" in member.breaker.reason)
         cluster.faults("decode-0", FakeFaults())
-        await cluster.until(lambda: not member.suspended)
+        await wait_until(lambda: not member.suspended)
         lines = cluster.router.metrics.render()[0].decode().splitlines()
         assert any(
             x.startswith("pdserve_worker_probes_total{") and 'outcome="failed"' in x for x in lines
@@ -86,7 +87,7 @@ async def test_the_last_worker_is_not_suspended_for_being_slow() -> None:
         member = cluster.router.fleet.members["aggregated-0"]
         cluster.faults("aggregated-0", FakeFaults(stalled=True))
         asking = [asyncio.create_task(ask(cluster))]
-        await cluster.until(lambda: member.stalls.is_suspected)
+        await wait_until(lambda: member in cluster.router.connections.suspected)
         asking.append(asyncio.create_task(ask(cluster)))
         with pytest.raises(DeadlineExceeded):
             await cluster.ask(PROMPT, PLAIN, timeout_s=0.5)

@@ -1,5 +1,5 @@
-"""Ten times as many clients as can be served, and clients that do not read: what waits is bounded,
-what is refused is told so, and afterwards all is as before."""
+"""Ten times as many clients as can be served, and clients that do not read. Queues are bounded,
+refusals have their reason, and nothing is left afterwards."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dataclasses import replace
 import grpc.aio
 import pytest
 
-from pdserve import http_server, wire
+from pdserve import wire
 from pdserve.errors import Overloaded, Refusal
+from pdserve.net import http_server
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router import main
 from router.api import grpc as grpc_api
-from router.api import sinks
-from tests.cluster import WAIT_S, Cluster
-from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
-from tests.integration.test_role_changes import metrics
+from router.api import handling
+from tests.support.cluster import PLAIN, PROMPT, WAIT_S, Cluster, assert_same
+from tests.support.timeouts import wait_until
 from workers.fake.settings import FakeFaults
 
 REQUESTS = "pdserve_requests_total"
@@ -29,14 +29,14 @@ RUNNING, QUEUED, TRIES = 4, 4, 10
 ENDLESS = replace(PLAIN, max_tokens=4000, logprobs=5)
 
 
-async def test_ten_times_the_capacity_is_refused_what_it_cannot_have_and_leaves_nothing() -> None:
+async def test_requests_beyond_the_capacity_are_refused_and_leave_nothing() -> None:
     limits = {"max_running_requests": RUNNING, "max_queued_requests": QUEUED}
     async with Cluster(prefill=1, decode=1, router=limits) as cluster:
         expected = cluster.expected(PROMPT, PLAIN)
         requests = cluster.router.requests
         cluster.faults("prefill-0", FakeFaults(stalled=True))
         held = [asyncio.create_task(cluster.ask(PROMPT, PLAIN)) for _ in range(RUNNING + QUEUED)]
-        await cluster.until(lambda: requests.admission.queued == QUEUED)
+        await wait_until(lambda: requests.admission.queued == QUEUED)
         for _ in range(TRIES):
             asked = [cluster.ask(PROMPT, PLAIN) for _ in range(RUNNING + QUEUED)]
             for error in await asyncio.gather(*asked, return_exceptions=True):
@@ -47,7 +47,7 @@ async def test_ten_times_the_capacity_is_refused_what_it_cannot_have_and_leaves_
         cluster.faults("prefill-0", FakeFaults())
         for answer in await asyncio.gather(*held):
             assert_same(answer, expected)
-        await cluster.until(lambda: not requests.open_requests)
+        await wait_until(lambda: not requests.open_requests)
         assert requests.admission.queued == requests.admission.running == 0
 
 
@@ -55,7 +55,7 @@ class TestSlowReaders:
     @pytest.fixture(autouse=True)
     def small_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grpc_api, "MAX_UNSENT_DELTAS", 64)
-        monkeypatch.setattr(sinks, "MAX_UNSENT_BYTES", 4096)
+        monkeypatch.setattr(handling, "MAX_UNSENT_BYTES", 4096)
 
         def bind_small(host: str, port: int) -> socket.socket:
             sock = http_server.bind(host, port)
@@ -83,7 +83,10 @@ class TestSlowReaders:
                 client.setblocking(False)
                 loop = asyncio.get_running_loop()
                 await loop.sock_connect(client, (host, int(port)))
-                head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+                head = (
+                    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+                )
                 await loop.sock_sendall(client, head % len(body) + body)
                 assert await loop.sock_recv(client, 16) == b"HTTP/1.1 200 OK\r"
                 await assert_cut(cluster)
@@ -100,15 +103,15 @@ class TestSlowReaders:
                 await call.read()
                 await assert_cut(cluster)
                 call.cancel()
-                await cluster.until(lambda: not cluster.router.requests.open_requests)
+                await wait_until(lambda: not cluster.router.requests.open_requests)
 
 
 async def assert_cut(cluster: Cluster) -> None:
     """The workers are free although the client is still there and has not read; others are
     answered."""
     requests = cluster.router.requests
-    await cluster.until(lambda: requests.admission.running == 0)
-    await cluster.until(lambda: not cluster.busy("prefill-0", "decode-0"))
-    ended = [x for x in (await metrics(cluster)).splitlines() if x.startswith(REQUESTS)]
+    await wait_until(lambda: requests.admission.running == 0)
+    await wait_until(lambda: not cluster.busy("prefill-0", "decode-0"))
+    ended = [x for x in (await cluster.metrics()).splitlines() if x.startswith(REQUESTS)]
     assert ["cancelled" in x for x in ended] == [True], ended
     assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))

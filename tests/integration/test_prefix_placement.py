@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pdserve import prefix_hash
+from pdserve.model import prefix_hash
 from pdserve.types import Role, SamplingParams
-from tests.cluster import Cluster
+from tests.support.cluster import Cluster
+from tests.support.timeouts import wait_until
 
 BLOCK = 16
 SAMPLING = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -15,8 +16,8 @@ def prompt(which: int, blocks: int = 8) -> list[int]:
 
 
 async def until_indexed(cluster: Cluster, *prompts: list[int]) -> None:
-    """The router knows of every worker what its cache holds of these prompts."""
-    watches = cluster.router.fleet._watches
+    """Wait until the router's index has these prompts for every worker."""
+    watches = cluster.router.connections._watches
     assert watches is not None
 
     def is_indexed() -> bool:
@@ -26,16 +27,16 @@ async def until_indexed(cluster: Cluster, *prompts: list[int]) -> None:
             root = prefix_hash.root(worker.info.model.name, BLOCK)
             for token_ids in prompts:
                 chain = prefix_hash.chain(token_ids, BLOCK, root)
-                held = sum(x in worker.service.cached_blocks for x in chain)
+                held = sum(x in worker.service.cache.blocks for x in chain)
                 if watches.index.cached_blocks(chain).get(name, 0) != held:
                     return False
         return True
 
-    await cluster.until(is_indexed)
+    await wait_until(is_indexed)
 
 
 async def ask(cluster: Cluster, token_ids: list[int]) -> tuple[int, tuple[str, str]]:
-    """Tokens that were cached, and the workers; the index has caught up when this returns."""
+    """Send a request. Return its cached tokens and workers after the index has been updated."""
     answer = await cluster.ask(token_ids, SAMPLING)
     assert answer.receipt is not None
     await until_indexed(cluster, token_ids)
@@ -63,17 +64,17 @@ async def test_prompts_find_their_blocks_on_both_sides() -> None:
                 assert await ask(cluster, asked) == (blocks * BLOCK, homes[which])
 
 
-async def test_what_a_worker_had_is_gone_with_it() -> None:
+async def test_the_index_forgets_the_blocks_of_a_lost_worker() -> None:
     async with Cluster(
         prefill=1, decode=1, engine_args={"prefix_cache": True}, router={"policy": "prefix_aware"}
     ) as cluster:
         for _ in range(2):
             await ask(cluster, prompt(1))
-        watches = cluster.router.fleet._watches
+        watches = cluster.router.connections._watches
         assert watches is not None
         assert len(watches.index) == 8
         await cluster.kill("prefill-0")
-        await cluster.until_state("prefill-0", "lost")
+        await wait_until(lambda: cluster.router.fleet.members["prefill-0"].lost)
         await cluster.add("prefill-0", Role.PREFILL)
         await cluster.until_ready()
         await until_indexed(cluster, prompt(1))
@@ -81,4 +82,4 @@ async def test_what_a_worker_had_is_gone_with_it() -> None:
         assert (await ask(cluster, prompt(1)))[0] == 7 * BLOCK
         await cluster.kill("prefill-0")
         await cluster.kill("decode-0")
-        await cluster.until(lambda: len(watches.index) == 0)
+        await wait_until(lambda: len(watches.index) == 0)

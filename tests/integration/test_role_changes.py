@@ -1,35 +1,35 @@
-"""Workers change between prefill and decode under load, by command and by the autoscaler: no
+"""Workers change between prefill and decode under load, by command and by the autoscaler. No
 request is lost."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-import aiohttp
 import grpc.aio
 import pytest
 
-from pdserve import rpc, wire
-from pdserve.cli import main
+from pdserve import wire
 from pdserve.config import RolesConfig
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
-from pdserve.types import Role, SamplingParams
+from pdserve.net import rpc
+from pdserve.types import Role
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
-from router import upstream
-from router.fleet import registry
-from tests.cluster import WAIT_S, Cluster
-from tests.integration.test_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
+from router.main import RouterLimits
+from tests.support.cluster import (
+    LONG,
+    PLAIN,
+    PROMPT,
+    WAIT_S,
+    Cluster,
+    ask_and_hold,
+    assert_same,
+    under_load,
+)
+from tests.support.timeouts import wait_until
 from workers.fake.settings import FakeFaults
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from pdserve.client import Client
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 
@@ -54,45 +54,6 @@ async def role_of(cluster: Cluster, name: str) -> tuple[Role, str]:
     return wire.role_from_pb(entry.info.role), entry.state
 
 
-async def metrics(cluster: Cluster) -> str:
-    url = f"http://{cluster.http}/metrics"
-    async with aiohttp.ClientSession() as session, session.get(url) as reply:
-        return await reply.text()
-
-
-@asynccontextmanager
-async def under_load(
-    cluster: Cluster,
-    clients: int = 6,
-    prompt: Sequence[int] = PROMPT,
-    plain: SamplingParams = PLAIN,
-    *,
-    client: Client | None = None,
-) -> AsyncIterator[list[int]]:
-    """Clients that ask one request after the other, and check each answer; counts them."""
-    service = client or cluster.client
-    counts, is_over = [0] * clients, False
-
-    async def ask(i: int) -> None:
-        while not is_over:
-            # Several outputs are not continued at another router.
-            n = 1 if client else 1 + i % 3
-            sampling = replace(plain, seed=1000 * i + counts[i], n=n)
-            tokens: list[list[int]] = [[] for _ in range(sampling.n)]
-            async for delta in service.generate(prompt, sampling):
-                tokens[delta.index] += delta.token_ids
-            for index, found in enumerate(tokens):
-                assert found == cluster.expected(prompt, sampling.of_choice(index)).token_ids
-            counts[i] += 1
-
-    asking = [asyncio.create_task(ask(i)) for i in range(clients)]
-    try:
-        yield counts
-    finally:
-        is_over = True
-        await asyncio.gather(*asking)
-
-
 async def test_role_changes_under_load_lose_nothing() -> None:
     async with Cluster(prefill=2, decode=2) as cluster:
         async with under_load(cluster) as counts:
@@ -107,13 +68,13 @@ async def test_role_changes_under_load_lose_nothing() -> None:
                 assert not done.failure
                 assert 0 < done.probe_s < done.total_s
                 assert await role_of(cluster, name) == (role, "ready")
-                await cluster.until(lambda before=before: sum(counts) > before)
-        assert 'outcome="done",role="decode"} 2.0' in await metrics(cluster)
+                await wait_until(lambda before=before: sum(counts) > before)
+        assert 'outcome="done",role="decode"} 2.0' in await cluster.metrics()
 
 
-async def test_streams_that_do_not_end_in_time_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
-    async with Cluster(prefill=1, decode=2) as cluster:
+async def test_streams_that_do_not_end_in_time_move() -> None:
+    limits = RouterLimits(export_timeout_s=0.05)
+    async with Cluster(prefill=1, decode=2, limits=limits) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         cluster.faults(idle, FakeFaults())
         changing = asyncio.create_task(change_role(cluster, busy, PREFILL, drain_timeout_s=0.0))
@@ -152,12 +113,11 @@ async def test_a_change_that_would_leave_a_role_empty_is_refused() -> None:
         await cluster.until_ready()
 
 
-async def test_the_command_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_command_prints_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
-        command = ["role", "decode-1", "prefill", "--grpc", cluster.grpc]
-        assert await asyncio.to_thread(main, command) == 0
+        assert await cluster.command("role", "decode-1", "prefill") == 0
         assert "worker decode-1 is a prefill worker after" in capsys.readouterr().out
-        assert await asyncio.to_thread(main, command) == 1
+        assert await cluster.command("role", "decode-1", "prefill") == 1
         assert "cannot become a prefill worker" in capsys.readouterr().err
 
 
@@ -169,14 +129,14 @@ ANSWERS = PROMPT, replace(PLAIN, max_tokens=150)
 
 
 async def until_split(cluster: Cluster, prefill: int, decode: int) -> None:
-    """Until so many of each role are ready."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            states = [await role_of(cluster, name) for name in cluster.workers]
-            ready = Counter(role for role, state in states if state == "ready")
-            if (ready["prefill"], ready["decode"]) == (prefill, decode):
-                return
-            await asyncio.sleep(0.02)
+    """Wait until this many workers of each role are ready."""
+
+    async def is_split() -> bool:
+        states = [await role_of(cluster, name) for name in cluster.workers]
+        ready = Counter(role for role, state in states if state == "ready")
+        return (ready["prefill"], ready["decode"]) == (prefill, decode)
+
+    await wait_until(is_split)
 
 
 async def test_the_split_follows_the_load_and_nothing_is_lost() -> None:
@@ -187,31 +147,28 @@ async def test_the_split_follows_the_load_and_nothing_is_lost() -> None:
                 await until_split(cluster, *split)
         roles = await cluster.roles()
         assert roles.text.startswith("1 prefill worker loaded")
-        text = await metrics(cluster)
+        text = await cluster.metrics()
         assert 'pdserve_role_workers_wanted{model="pdserve-demo",role="decode"} 3.0' in text
         assert 'outcome="failed"' not in text
 
 
-async def test_loads_and_workers_are_shown_at_zero_and_without_role_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_loads_and_workers_are_shown_at_zero_and_without_role_changes() -> None:
     async def until_shown(*lines: str) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                if set(lines) <= set((await metrics(cluster)).splitlines()):
-                    return
-                await asyncio.sleep(0.01)
+        async def are_shown() -> bool:
+            return set(lines) <= set((await cluster.metrics()).splitlines())
+
+        await wait_until(are_shown)
 
     names = [f'model="pdserve-demo",role="{role}"' for role in ("prefill", "decode")]
     loads = [f"pdserve_role_load{{{name}}} 0.0" for name in names]
     roles = RolesConfig(window_s=0.3)
-    async with Cluster(prefill=1, decode=1, router={"roles": roles}) as cluster:
+    limits = RouterLimits(forget_after_s=1.0)
+    async with Cluster(prefill=1, decode=1, router={"roles": roles}, limits=limits) as cluster:
         ready = [f'pdserve_workers{{{name},state="ready"}}' for name in names]
         lost = [f'pdserve_workers{{{name},state="lost"}} 0.0' for name in names]
         await until_shown(*loads, *(f"{x} 1.0" for x in ready), *lost)
         for name in ("prefill-0", "decode-0"):
             await cluster.kill(name)
         await until_shown(*loads, *(f"{x} 0.0" for x in ready))
-        monkeypatch.setattr(registry, "FORGET_AFTER_S", 0.0)
-        await cluster.until(lambda: not cluster.router.fleet.models())
+        await wait_until(lambda: not cluster.router.fleet.models())
         await until_shown(*loads, *(f"{x} 0.0" for x in ready))

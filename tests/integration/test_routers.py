@@ -1,5 +1,4 @@
-"""Routers side by side over the same workers: what one of them costs when it is lost, and what each
-knows of the others' work."""
+"""Several routers over the same workers: the loss of one, and what each learns of the others."""
 
 from __future__ import annotations
 
@@ -14,24 +13,30 @@ import aiohttp
 import grpc.aio
 import pytest
 
-from pdserve import rpc, wire
+from pdserve import wire
 from pdserve.client import Client
 from pdserve.config import RouterConfig
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import Conflict, InvalidRequest, Unavailable
-from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
+from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
+from pdserve.net import rpc
 from pdserve.types import FinishReason, SamplingParams
 from pdserve.v1 import generation_pb2 as g
-from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.generation_pb2_grpc import GenerationStub
-from pdserve.v1.worker_pb2_grpc import RegistryStub
 from router.main import RouterServer
-from tests.cluster import LEASE_S, WAIT_S, Cluster
-from tests.integration.test_cluster import LONG, PLAIN, PROMPT
-from tests.integration.test_drain import restart
-from tests.integration.test_role_changes import under_load
-from tests.processes import a_router, a_worker
-from tests.up_process import run_cli
+from tests.support.cluster import (
+    LEASE_S,
+    LONG,
+    PLAIN,
+    PROMPT,
+    WAIT_S,
+    Cluster,
+    replace_workers,
+    under_load,
+)
+from tests.support.commands import run_cli
+from tests.support.processes import router_process, until_workers, worker_process
+from tests.support.timeouts import wait_until
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -49,7 +54,7 @@ SAMPLINGS = {
 
 
 class Told:
-    """What a client was told of one request."""
+    """The deltas of one request."""
 
     def __init__(self) -> None:
         self.token_ids: dict[int, list[int]] = {}
@@ -74,7 +79,7 @@ class Told:
 
 
 def check(cluster: Cluster, name: str, told: Told) -> None:
-    """The whole answer, once."""
+    """Assert that the answer is complete and has no token twice."""
     sampling = SAMPLINGS[name]
     assert sorted(told.finished) == list(range(sampling.n))
     if sampling.n == 1 or sampling.seed is not None:
@@ -87,16 +92,6 @@ def check(cluster: Cluster, name: str, told: Told) -> None:
     assert told.last.usage.completion_tokens == told.tokens == sampling.n * sampling.max_tokens
     if sampling.logprobs is not None:
         assert told.logprobs == told.tokens
-
-
-async def until_workers(address: str, count: int) -> None:
-    """So many workers are ready at the router."""
-    async with asyncio.timeout(WAIT_S), rpc.open_channel(address) as channel:
-        while True:
-            listed = await RegistryStub(channel).ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
-            if [x.state for x in listed.workers].count("ready") == count:
-                return
-            await asyncio.sleep(0.01)
 
 
 async def http_events(
@@ -115,7 +110,7 @@ async def http_events(
 async def test_a_killed_router_costs_its_streams_a_pause() -> None:
     slow = {"step_s": 0.002}
     async with (
-        a_router() as other,
+        router_process() as other,
         Cluster(prefill=1, decode=2, engine_args=slow, other_routers=[other.grpc]) as cluster,
         Client([other.grpc, cluster.grpc]) as client,
     ):
@@ -139,7 +134,7 @@ async def test_a_killed_router_costs_its_streams_a_pause() -> None:
                 token_ids.extend(choice["token_ids"])
 
         over_http = asyncio.create_task(take(other.http))
-        await cluster.until(lambda: min(len(token_ids), *(x.tokens for x in tolds.values())) > 20)
+        await wait_until(lambda: min(len(token_ids), *(x.tokens for x in tolds.values())) > 20)
         await other.kill()
         with pytest.raises(aiohttp.ClientError):
             await over_http
@@ -167,7 +162,7 @@ async def test_routers_and_workers_are_restarted_under_load_and_no_request_fails
         ):
             await until_workers(address, 4)
             async with under_load(cluster, 3, client=client) as counts:
-                await cluster.until(lambda: all(counts))
+                await wait_until(lambda: all(counts))
                 await cluster.router.stop()
                 await cluster.start_router()
                 await until_workers(cluster.grpc, 4)
@@ -175,23 +170,26 @@ async def test_routers_and_workers_are_restarted_under_load_and_no_request_fails
                 other = RouterServer(RouterConfig(**values))
                 await other.start()
                 await until_workers(address, 4)
-                await restart(cluster, ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+                await replace_workers(cluster, ["prefill-0", "prefill-1", "decode-0", "decode-1"])
                 before = counts[:]
-                await cluster.until(lambda: all(x > y for x, y in zip(counts, before, strict=True)))
+                await wait_until(lambda: all(x > y for x, y in zip(counts, before, strict=True)))
     finally:
         await other.stop()
 
 
 async def test_workers_follow_the_routers_of_a_file_and_no_answer_is_lost(tmp_path: Path) -> None:
-    """While clients ask, the file names another router, and the former one stops."""
+    """The file names another router under load, and the former one stops."""
     listed, replaced = tmp_path / "routers", tmp_path / "routers.new"
     listed.write_text("")
     common: dict[str, Any] = {"routers": [f"file:{listed}"], "engine_args": "{step_s: 0.001}"}
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         for role, name in (("prefill", "p-0"), ("decode", "d-0"), ("decode", "d-1")):
-            await enter(a_worker(role=role, worker_id=name, **common))
-        former, later = await enter(a_router(stop_grace_s=WAIT_S)), await enter(a_router())
+            await enter(worker_process(role=role, worker_id=name, **common))
+        former, later = (
+            await enter(router_process(stop_grace_s=WAIT_S)),
+            await enter(router_process()),
+        )
         listed.write_text(former.grpc)
         await until_workers(former.grpc, 3)
         client = await enter(Client([former.grpc, later.grpc]))
@@ -216,7 +214,7 @@ async def test_workers_follow_the_routers_of_a_file_and_no_answer_is_lost(tmp_pa
 
 
 async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
-    async with a_router() as other:
+    async with router_process() as other:
         args = {"step_s": 0.001, "total_blocks": 32, "block_size": 16}
         async with (
             Cluster(prefill=1, decode=1, engine_args=args, other_routers=[other.grpc]) as cluster,
@@ -225,13 +223,13 @@ async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
             await until_workers(other.grpc, 2)
             cluster.faults("decode-0", FakeFaults(stall_at_step=30))
             theirs = asyncio.create_task(Told().follow(elsewhere.generate(PROMPT, LONG)))
-            await cluster.until(lambda: cluster.busy("decode-0"))
+            await wait_until(lambda: cluster.busy("decode-0"))
             cluster.workers["decode-0"].routers.renew()
             member = cluster.router.fleet.members["decode-0"]
-            await cluster.until(lambda: member.foreign_blocks)
+            await wait_until(lambda: member.reported.foreign_blocks)
             ours = asyncio.create_task(cluster.ask(PROMPT, LONG))
-            await cluster.until(lambda: cluster.router.requests.admission.queued)
-            assert member.reserved_blocks == 0
+            await wait_until(lambda: cluster.router.requests.admission.queued)
+            assert member.placed.reserved_blocks == 0
             cluster.faults("decode-0", FakeFaults())
             expected = cluster.expected(PROMPT, LONG).token_ids
             assert (await theirs).token_ids[0] == expected
@@ -240,16 +238,16 @@ async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
 
 
 class TestResume:
-    """At one router that lives."""
+    """The other router keeps serving."""
 
-    async def test_a_request_is_answered_once_at_a_time_and_moves_to_who_resumes_it(self) -> None:
+    async def test_a_key_has_one_request_at_a_time_and_moves_to_the_resuming_client(self) -> None:
         async with Cluster(prefill=1, decode=1) as cluster:
             cluster.faults("decode-0", FakeFaults(stall_at_step=30))
             told = Told()
             first = asyncio.create_task(
                 told.follow(cluster.client.generate(PROMPT, LONG, request_id="r"))
             )
-            await cluster.until(lambda: told.tokens > 20)
+            await wait_until(lambda: told.tokens > 20)
             with pytest.raises(Conflict):
                 await cluster.ask(PROMPT, LONG, request_id="r")
             assert not first.done()
@@ -285,7 +283,7 @@ class TestResume:
             ([1], replace(PLAIN, n=2), "requires n to be 1"),
         ],
     )
-    async def test_what_makes_no_sense_is_refused(
+    async def test_contradictory_options_are_refused(
         self, token_ids: list[int], sampling: SamplingParams, message: str
     ) -> None:
         async with Cluster(aggregated=1) as cluster:
@@ -318,12 +316,12 @@ async def test_a_client_gives_up_when_all_routers_are_away_for_too_long() -> Non
 
 
 async def test_a_router_without_the_model_has_its_tokenizer_from_the_worker(tmp_path: Path) -> None:
-    """The worker's model is at a path that only the worker can read: a relative one."""
+    """The model is at a relative path, which only the worker can read."""
     shutil.copytree(MODEL_DIR, tmp_path / "model")
     async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(a_router())
+        router = await stack.enter_async_context(router_process())
         stack.enter_context(chdir(tmp_path))
-        worker = a_worker(model="model", model_names="[m]", routers=f"[{router.grpc}]")
+        worker = worker_process(model="model", model_names="[m]", routers=f"[{router.grpc}]")
         await stack.enter_async_context(worker)
         http = await stack.enter_async_context(aiohttp.ClientSession(router.http))
         await until_workers(router.grpc, 1)
@@ -341,10 +339,12 @@ async def test_a_router_without_the_model_has_its_tokenizer_from_the_worker(tmp_
             assert usage["prompt_tokens"] == len(wanted)
 
 
-async def test_status_says_where_routers_and_workers_run() -> None:
+async def test_status_shows_where_routers_and_workers_run() -> None:
     async with (
-        a_router(**{"topology.zone": "b"}) as router,
-        a_worker(routers=f"[{router.grpc}]", **{"topology.region": "eu", "topology.zone": "a"}),
+        router_process(**{"topology.zone": "b"}) as router,
+        worker_process(
+            routers=f"[{router.grpc}]", **{"topology.region": "eu", "topology.zone": "a"}
+        ),
     ):
         await until_workers(router.grpc, 1)
         told = await asyncio.to_thread(run_cli, "status", "--grpc", router.grpc)

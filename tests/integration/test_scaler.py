@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import SamplingParams
-from tests.cluster import Cluster
-from tests.kubernetes_api import kubernetes_api, rights_in
-from tests.patience import START_S, WAIT_S
+from tests.support.cluster import Cluster
+from tests.support.kubernetes_api import kubernetes_api, rights_in
+from tests.support.timeouts import START_S, WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,10 +25,18 @@ RULES = ("--target-load", "0.5", "--up-after", "0", "--down-after", "0")
 
 @asynccontextmanager
 async def a_scaler(config: Path, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The command, ended at the end if it still runs."""
+    """Run the command. End it at the exit if it still runs."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdserve", "scaler", "--on", "kubernetes", "--decode", "1:2"),
-        *(*RULES, *args),
+        sys.executable,
+        "-m",
+        "pdserve",
+        "scaler",
+        "--on",
+        "kubernetes",
+        "--decode",
+        "1:2",
+        *RULES,
+        *args,
         env={**os.environ, "KUBECONFIG": str(config)},
         stderr=asyncio.subprocess.PIPE,
     )
@@ -51,9 +59,9 @@ async def test_pools_follow_the_load_that_a_router_reports(tmp_path: Path) -> No
         api.add("pods", "decode-0", containers=[])
         async with a_scaler(config, "--router", cluster.grpc) as scaler:
             asking = asyncio.create_task(cluster.ask([20, 21], SamplingParams(max_tokens=4000)))
-            await cluster.until(lambda: api.replicas("pdserve-decode") == 2)
+            await wait_until(lambda: api.replicas("pdserve-decode") == 2)
             asking.cancel()
-            await cluster.until(lambda: api.replicas("pdserve-decode") == 1)
+            await wait_until(lambda: api.replicas("pdserve-decode") == 1)
             scaler.terminate()
             assert await asyncio.wait_for(scaler.wait(), WAIT_S) == 0
         assert [name for name, _ in api.written("pods")] == ["decode-0"]

@@ -14,8 +14,9 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collected
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as collecting
 
-from tests.patience import WAIT_S
-from tests.up_process import ROOT, run, up
+from tests.support.commands import ROOT, run
+from tests.support.pdserve_up import up
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,7 @@ OTHER_TRACE = "1af7651916cd43dd8448eb211c80319c"
 
 
 class Collector(collecting.TraceServiceServicer):
-    """Every span that came, beside the service and the instance that made it."""
+    """Spans received, each with the service and the instance that made it."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, Any]] = []
@@ -43,7 +44,7 @@ class Collector(collecting.TraceServiceServicer):
         return collected.ExportTraceServiceResponse()
 
     def of(self, trace: str) -> dict[str, Any]:
-        """The spans of one trace by the name of their process and their own."""
+        """Return the spans of one trace by process name and span name."""
         return {
             f"{instance if 'worker' in service else 'router'}/{span.name}": span
             for service, instance, span in self.spans
@@ -53,7 +54,7 @@ class Collector(collecting.TraceServiceServicer):
 
 @contextmanager
 def collector() -> Iterator[tuple[Collector, str]]:
-    """A collector that listens, and its endpoint."""
+    """Start a collector. Yield it and its endpoint."""
     found = Collector()
     with ThreadPoolExecutor(4) as threads:
         server = grpc.server(threads)
@@ -67,7 +68,7 @@ def collector() -> Iterator[tuple[Collector, str]]:
 
 
 def ask(address: str, trace: str, body: dict[str, object]) -> bytes:
-    """The whole body of an answer; the caller's span is CALLER of `trace`."""
+    """Return the body of an answer. The caller's span is CALLER of `trace`."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=WAIT_S)
     try:
         headers = {"traceparent": f"00-{trace}-{CALLER}-01", "content-type": "application/json"}
@@ -126,7 +127,7 @@ def _check_tree(spans: dict[str, Any], prefill: str, decode: str) -> None:
 
 
 def _check_errors(spans: dict[str, Any]) -> None:
-    """Both workers refuse; what the router hears of first cancels the other."""
+    """Both workers refuse. The first error cancels the other stream."""
     request = spans["router/request"]
     streams = [span for name, span in spans.items() if name.endswith("_stream")]
     assert all(stream.parent_span_id == request.span_id for stream in streams)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import urllib.request
@@ -12,45 +13,23 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.patience import WAIT_S
-from tests.up_process import run_cli, up
+from tests.support.commands import run_cli
+from tests.support.pdserve_up import ask, up
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
-    import http.client
     from pathlib import Path
 
 
-def ask(url: str, *, model: str = "pdserve-demo", max_tokens: int = 8) -> http.client.HTTPResponse:
-    """A streamed chat request, its answer not read yet."""
-    question = {"role": "user", "content": "What is a block?"}
-    body = {
-        "model": model,
-        "messages": [question],
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=WAIT_S)
-    return response
-
-
 def workers_of(grpc: str) -> list[dict[str, Any]]:
-    """What `pdserve status` says."""
+    """Return the workers in `pdserve status`."""
     listed: dict[str, list[dict[str, Any]]]
     ended = run_cli("status", "--json", "--grpc", grpc, "--timeout", str(WAIT_S))
     listed = json.loads(ended.stdout)
     return listed["workers"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_and_stops_without_a_trace_when_told(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_it_serves_and_stops_without_a_trace_when_told(tmp_path: Path) -> None:
     with up(tmp_path, "--prefill", "1", "--decode", "1", "--aggregated", "1") as running:
         ready = running.wait_until_serving()
         assert ready["pid"] == running.process.pid
@@ -59,14 +38,14 @@ def test_it_serves_and_stops_without_a_trace_when_told(
         with ask(ready["http"]) as response:
             assert response.read().endswith(b"data: [DONE]\n\n")
         assert f"Console  {ready['http']}/console\n" in running.output
-        running.send(number)
+        running.send(signal.SIGTERM)
         assert running.wait() == 0, running.output
         assert running.survivors() == []
         assert not running.ready_path.exists()
 
 
-def test_several_routers_serve_at_one_port_and_it_says_what_to_paste(tmp_path: Path) -> None:
-    """Each listens there; whoever is given a connection knows all workers, and can answer."""
+def test_several_routers_share_a_port_and_up_prints_the_command(tmp_path: Path) -> None:
+    """All routers share the port, and each can answer."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     shared = ("--routers", "2", "--shared-http-port", str(port), "--model-name", "chatty")
@@ -141,7 +120,10 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
         ready = running.wait_until_serving()
         with socket.create_connection(ready["http"].removeprefix("http://").split(":")) as client:
             body = b'{"model": "pdserve-demo", "prompt": "x", "max_tokens": 9}'
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            head = (
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            )
             client.sendall(head % len(body) + body)
             while not any(x["outstanding_requests"] for x in workers_of(ready["grpc"])):
                 pass
@@ -178,22 +160,19 @@ def test_a_worker_that_dies_at_its_start_ends_everything_with_its_reason(tmp_pat
     ("args", "reason"),
     [
         (("--model", "/nowhere"), "worker.model: /nowhere is not a model directory"),
-        (("--prefill", "0"), "up.prefill.workers: must be at least 1"),
-        (("--set", "up.cores_per_worker=4096"), "up.cores_per_worker"),
-        (("--set", "worker.port=1"), "worker.port: is set by `pdserve up`"),
         (("--set", "worker.prot=1"), "worker.prot: unknown key"),
-        (("--set", "nonsense"), "must be KEY=VALUE"),
-        (("--config", "/nowhere.yaml"), "cannot read the configuration file /nowhere.yaml"),
     ],
 )
-def test_what_cannot_be_started_is_refused_by_its_key(args: tuple[str, ...], reason: str) -> None:
+def test_a_configuration_that_cannot_start_is_refused_by_key(
+    args: tuple[str, ...], reason: str
+) -> None:
     ended = run_cli("up", "--engine", "fake", *args)
     assert ended.returncode == 2
     assert reason in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ended = run_cli("up", "--engine", "fake", "--grpc-port", port, "--http-port", "0")
@@ -201,22 +180,62 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert f"cannot listen on 127.0.0.1 port {port}" in ended.stdout
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "router"])
-def test_a_process_that_dies_while_serving_is_started_again(tmp_path: Path, victim: str) -> None:
+def test_a_process_that_dies_while_serving_is_started_again(tmp_path: Path) -> None:
     with up(tmp_path) as running:
         before = running.wait_until_serving()
         pids = {worker["worker_id"]: worker["pid"] for worker in before["workers"]}
         pids["router"] = before["router"]["pid"]
-        signal.pidfd_send_signal(running._pidfds[pids[victim]], signal.SIGKILL)
-        running.wait_for_line(victim, "is back")
-        after = json.loads(running.ready_path.read_text())
-        assert (after["http"], after["grpc"]) == (before["http"], before["grpc"])
-        running.watch_children()
+        for victim in ("decode-0", "router"):
+            signal.pidfd_send_signal(running._pidfds[pids[victim]], signal.SIGKILL)
+            running.wait_for_line(victim, "is back")
+            after = json.loads(running.ready_path.read_text())
+            assert (after["http"], after["grpc"]) == (before["http"], before["grpc"])
+            running.watch_children()
         # A router that is back waits for its workers to notice.
         while [x["state"] for x in workers_of(after["grpc"])] != ["ready", "ready"]:
             pass
         answered = run_cli("generate", "--grpc", after["grpc"], "--max-tokens", "4", "x")
         assert answered.returncode == 0, answered.stderr
+        running.send(signal.SIGTERM)
+        assert running.wait() == 0, running.output
+        assert running.survivors() == []
+
+
+def test_a_worker_that_keeps_dying_never_ends_the_service(tmp_path: Path) -> None:
+    """The worker is shown as crash-looping with the reason until it is ready; others serve."""
+    pause = ("--set", "up.max_restart_pause_s=0.1")
+    with up(tmp_path, "--prefill", "1", "--decode", "2", *pause) as running:
+        ready = running.wait_until_serving()
+
+        def kill() -> str:
+            now = json.loads(running.ready_path.read_text())["workers"]
+            os.kill({x["worker_id"]: x["pid"] for x in now}["decode-0"], signal.SIGKILL)
+            return running.wait_for_line("decode-0 is", "restarted in")
+
+        def until(state: str) -> dict[str, Any]:
+            while True:
+                seen = {x["worker_id"]: x for x in workers_of(ready["grpc"])}
+                assert seen["decode-1"]["state"] == seen["prefill-0"]["state"] == "ready"
+                if seen["decode-0"]["state"] == state:
+                    return seen["decode-0"]
+
+        for deaths in range(1, 4):
+            assert (f"crash-looping ({deaths} deaths)" in kill()) == (deaths > 1)
+            running.wait_for_line("decode-0 is back")
+        # From now on it cannot start.
+        config = tmp_path / "run" / "decode-0.yaml"
+        config.unlink()
+        config.mkdir()
+        kill()
+        while "cannot start" not in until("crash-looping")["unhealthy"]:
+            pass  # the reason is the signal until the first restart has failed
+        with urllib.request.urlopen(f"{ready['http']}/metrics", timeout=WAIT_S) as metrics:
+            labels = b'model="pdserve-demo",role="decode",state="crash-looping"'
+            assert b"pdserve_workers{%s} 1.0" % labels in metrics.read()
+        with ask(ready["http"]) as response:
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        config.rmdir()
+        until("ready")
         running.send(signal.SIGTERM)
         assert running.wait() == 0, running.output
         assert running.survivors() == []

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import InvalidRequest
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.models import make_adapter
-from tests.e2e.pair import params, prompt
+from tests.support.engine_pair import params, prompt
+from tests.support.engines import EngineProcess, settings
+from tests.support.tiny_models import make_adapter
 from workers.adapters import read_adapter
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-"""The console in a real browser, with live traffic on real vLLM: every view shows what happens, an
-administrator acts, and nothing that a client sends becomes markup."""
+"""The console in a real browser, over live traffic on real vLLM. Every view shows the traffic, an
+administrator can act, and nothing that a client sends becomes markup."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from pdserve.security.keys import hash_key, new_key
-from tests.patience import START_S, WAIT_S
-from tests.up_process import up
+from tests.support.pdserve_up import up
+from tests.support.timeouts import START_S, WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -37,7 +37,7 @@ VIEWS = ("requests", "workers", "flow", "goodput", "verdict", "chat")
 
 
 class Traffic:
-    """A client that asks one request after another, as the tenant with the evil name."""
+    """Send one request after another as the tenant whose name is hostile."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -1,5 +1,5 @@
-"""Workers that leave, die or change their role under a whole service on real vLLM: every answer is
-that of an engine that nothing happens to, token for token, and nothing stays behind."""
+"""Workers that leave, die or change their role, on real vLLM behind a router. Every answer is
+exactly that of an undisturbed engine, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pytest_asyncio
 from pdserve.config import RouterConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from pdserve.v1 import worker_pb2 as w
-from tests.e2e.pair import Joined, joined, prompt
-from tests.e2e.service import Asked, Service
-from tests.patience import WAIT_S
+from tests.support.engine_pair import JoinedAnswer, joined, prompt
+from tests.support.timeouts import WAIT_S
+from tests.support.vllm_cluster import OpenRequest, VllmCluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from tests.e2e.engines import EngineProcess
+    from tests.support.engines import EngineProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PLAIN = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def running(tiny_model: Path) -> AsyncIterator[Service]:
+async def running(tiny_model: Path) -> AsyncIterator[VllmCluster]:
     config = RouterConfig(
         http_port=0,
         grpc_port=0,
@@ -56,13 +56,13 @@ async def running(tiny_model: Path) -> AsyncIterator[Service]:
         lease_s=20.0,
         stop_grace_s=0.0,
     )
-    async with Service.start(config, tiny_model) as service:
+    async with VllmCluster.start(config, tiny_model) as service:
         yield service
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def service(running: Service) -> AsyncIterator[Service]:
-    """Every test begins with all workers, and leaves them empty."""
+async def service(running: VllmCluster) -> AsyncIterator[VllmCluster]:
+    """Start missing workers before a test, and assert that it leaves them empty."""
     for name in WORKERS:
         if name not in running.processes:
             await running.add(name)
@@ -73,7 +73,7 @@ async def service(running: Service) -> AsyncIterator[Service]:
 
 async def expected_of(
     engine: EngineProcess, ids: list[int], sampling: SamplingParams
-) -> list[Joined]:
+) -> list[JoinedAnswer]:
     runs = [engine.run(ids, sampling.of_choice(i)) for i in range(sampling.n)]
     return [joined(x) for x in await asyncio.gather(*runs)]
 
@@ -82,8 +82,8 @@ Jobs = dict[str, tuple[list[int], SamplingParams]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def jobs(aggregated: EngineProcess) -> tuple[Jobs, dict[str, list[Joined]]]:
-    """A long request of each kind, and what is to be answered."""
+async def jobs(aggregated: EngineProcess) -> tuple[Jobs, dict[str, list[JoinedAnswer]]]:
+    """Return a long request of each kind, with its expected answer."""
     found: Jobs = {}
     for number, (kind, fields) in enumerate(KINDS.items()):
         ids, sampling = prompt(90 + 40 * number, number), replace(PLAIN, **fields)
@@ -97,8 +97,8 @@ async def jobs(aggregated: EngineProcess) -> tuple[Jobs, dict[str, list[Joined]]
     return found, dict(zip(found, runs, strict=True))
 
 
-async def check(asked: dict[str, Asked], expected: dict[str, list[Joined]]) -> None:
-    """Every answer is exact, and each of its tokens was counted once."""
+async def check(asked: dict[str, OpenRequest], expected: dict[str, list[JoinedAnswer]]) -> None:
+    """Assert that every answer is exact and that each of its tokens was counted once."""
     for kind, one in asked.items():
         await one.task
         assert one.answers == expected[kind], kind
@@ -108,7 +108,7 @@ async def check(asked: dict[str, Asked], expected: dict[str, list[Joined]]) -> N
 
 
 async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
-    service: Service, jobs: tuple[Jobs, dict[str, list[Joined]]]
+    service: VllmCluster, jobs: tuple[Jobs, dict[str, list[JoinedAnswer]]]
 ) -> None:
     """All are on one decode worker, which is drained, and then on the other, which gets a SIGTERM.
     Both have time: nobody need be moved by another prefill, and nobody is."""
@@ -116,7 +116,7 @@ async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
     assert any(ord(c) > 0x7F for c in expected["characters of many bytes"][0].text)
     assert expected["stop string"][0].stop_reason is not None
     await service.drain("decode-1", timeout_s=WAIT_S, stop=False)
-    asked = {kind: Asked(service, *job) for kind, job in asked_for.items()}
+    asked = {kind: OpenRequest(service, *job) for kind, job in asked_for.items()}
     for one in asked.values():
         await one.until(3 * len(one.pieces))
     await service.undrain("decode-1")
@@ -131,15 +131,15 @@ async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
 
 
 async def test_a_worker_changes_its_role_under_answers_and_loses_none(
-    service: Service, aggregated: EngineProcess
+    service: VllmCluster, aggregated: EngineProcess
 ) -> None:
-    """It decodes, prefills and decodes again, and does so for requests each time."""
+    """The worker serves requests in each role."""
     is_over, workers, answered = False, set(), asyncio.Event()
 
     async def keep_asking(first_seed: int) -> None:
         for seed in itertools.count(first_seed, 3):
             ids, sampling = prompt(500, seed), replace(PLAIN, max_tokens=24)
-            asked = Asked(service, ids, sampling)
+            asked = OpenRequest(service, ids, sampling)
             await asked.task
             assert asked.answers == await expected_of(aggregated, ids, sampling)
             assert set(asked.fallbacks) <= {"live_kv:moved"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheTensor,
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kv_transfer.device.region import device_region
+from kv_transfer.cache.gpu_memory import device_region
 from kv_transfer.vllm.connector import PdConnector
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 32, 8
@@ -63,15 +64,27 @@ def test_a_block_leaves_in_one_form_from_every_layout(
 
 
 @pytest.mark.parametrize(
-    ("device", "block_size", "asks"), [("cuda", 16, True), ("cuda", 128, False), ("cpu", 16, False)]
+    ("device", "block_size", "is_hybrid", "asks"),
+    [
+        ("cuda", 16, False, True),
+        ("cuda", 16, True, False),  # with several ranks, the size that vLLM asks with is not final
+        ("cuda", 128, False, False),
+        ("cpu", 16, False, False),
+    ],
 )
 def test_a_gpu_is_asked_for_blocks_that_are_one_run_of_bytes(
-    device: str, block_size: int, asks: bool
+    device: str, block_size: int, is_hybrid: bool, asks: bool
 ) -> None:
     config: Any = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(is_hybrid=is_hybrid),
         cache_config=SimpleNamespace(block_size=block_size),
     )
     name = PdConnector.get_required_kvcache_layout(config)
     assert (name is not None) == asks
     assert name is None or KVCacheLayout[name].is_block_outermost
+
+
+def test_vllm_is_told_that_a_cache_that_peers_map_cannot_sleep() -> None:
+    """vLLM 0.33 refuses `enable_sleep_mode` then."""
+    assert not PdConnector.supports_sleep_mode(KVTransferConfig())

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from pdserve.types import FinishReason, SamplingParams
-from tests.e2e.engines import EngineProcess, settings
-from tests.patience import WAIT_S
+from tests.support.engines import EngineProcess, settings
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,9 +31,17 @@ async def gone(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
-async def test_a_closed_engine_ends_its_streams_and_leaves_no_thread(tiny_model: Path) -> None:
+async def test_a_start_leaves_nothing_and_a_close_ends_streams_and_threads(
+    tiny_model: Path,
+) -> None:
     engine = await EngineProcess.start(settings(tiny_model))
     assert children(engine.pid) == []
+    load, ledger = await engine.until_empty()
+    assert load is not None
+    assert (load.progress, ledger.is_empty) == (0, True)
+    await engine.run(PROMPT, GREEDY)
+    computed = len(PROMPT) + GREEDY.max_tokens - 1
+    assert len(await engine.cached_blocks()) == computed // engine.info.block_size > 0
     stream = engine.submit(PROMPT, ENDLESS)
     await engine.until(lambda: bool(engine.answer(stream).token_ids))
     assert await engine.close() == []
@@ -48,10 +56,9 @@ async def test_a_closed_engine_ends_its_streams_and_leaves_no_thread(tiny_model:
     [
         ({"nonsense": 1}, "engine_args.nonsense"),
         ({"max_model_len": 100_000}, "max_model_len"),
-        ({"dtype": "float7"}, "float7"),
     ],
 )
-async def test_an_engine_that_cannot_start_says_why(
+async def test_an_engine_that_cannot_start_reports_the_reason(
     tiny_model: Path, engine_args: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):

@@ -1,5 +1,5 @@
-"""Requests made of our own OpenAPI document, right and wrong, to a whole service: each is answered
-as the document says, none is a 500, and the service lives."""
+"""Valid and invalid requests of our own OpenAPI document to a whole service. Each is answered as
+documented, with no status 500 and no crash."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from pdserve.config import BatchConfig
 from pdserve.types import SamplingParams
-from tests.cluster import Cluster
-from tests.patience import WAIT_S
+from tests.support.cluster import Cluster
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -36,7 +35,7 @@ SHORT = {"model": "pdserve-demo", "max_tokens": 3, "max_completion_tokens": 3}
 
 
 def fuzz(address: str) -> set[int]:
-    """The statuses that came."""
+    """Return the statuses of the responses."""
     schema = schemathesis.openapi.from_url(f"http://{address}/openapi.json", wait_for_schema=WAIT_S)
     seen: set[int] = set()
     for found in schema.get_all_operations():
@@ -49,7 +48,7 @@ def fuzz(address: str) -> set[int]:
 
 
 def fuzz_operation(operation: Any, mode: GenerationMode, seen: set[int]) -> None:
-    """What the document allows, or forbids."""
+    """Draw a body that the document allows or forbids."""
 
     @EXAMPLES
     @given(operation.as_strategy(generation_mode=mode))
@@ -65,12 +64,13 @@ def fuzz_operation(operation: Any, mode: GenerationMode, seen: set[int]) -> None
 
 
 def fuzz_bytes(url: str) -> None:
-    """What is mostly no JSON at all."""
+    """Draw bytes, most of which are no JSON."""
 
     @EXAMPLES
     @given(st.binary(max_size=64))
     def unstructured(body: bytes) -> None:
-        response = requests.post(url, body, timeout=WAIT_S)
+        kind = {"Content-Type": "application/json"}
+        response = requests.post(url, body, headers=kind, timeout=WAIT_S)
         assert 400 <= response.status_code < 500, response.text
         parts = {"message", "type"} if "/messages" in url else {"message", "type", "param", "code"}
         assert parts <= set(response.json()["error"])
@@ -116,7 +116,7 @@ PARTS = st.one_of(
 
 @st.composite
 def multipart_bodies(draw: st.DrawFn) -> bytes:
-    """Parts with headers that parsers know, and others, of which the end may be missing."""
+    """Draw a multipart body with known and unknown headers; its end may be missing."""
     start = b"\r\n--" + BOUNDARY.encode()
     parts = draw(st.lists(PARTS, max_size=4))
     preamble = draw(st.one_of(st.just(b""), st.binary(max_size=20), st.just(b"x" * (1 << 18))))
@@ -131,7 +131,7 @@ def upload(address: str, body: bytes | Iterator[bytes]) -> requests.Response:
 
 @contextlib.asynccontextmanager
 async def accepting_files(folder: Path) -> AsyncIterator[str]:
-    async with Cluster(router={"batch": BatchConfig(directory=str(folder))}) as cluster:
+    async with Cluster(router={"store": str(folder)}) as cluster:
         yield cluster.http
 
 

@@ -6,8 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from tests.patience import START_S
-from tests.up_process import ROOT, run
+from tests.support.commands import ROOT, run
+from tests.support.timeouts import START_S
 
 if TYPE_CHECKING:
     from pathlib import Path

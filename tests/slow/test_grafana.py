@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import jsonschema_rs
 import pytest
 
-from tests.dashboards import generate
-from tests.up_process import ROOT, run
+from tests.support.commands import ROOT, run
+from tests.support.dashboards import generate
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.pair import BLOCK, CHUNK, params, prompt
-from tests.patience import WAIT_S
+from kv_transfer.settings import read_extra_config
+from tests.support.engine_pair import BLOCK, CHUNK, params, prompt
+from tests.support.engines import EngineProcess, settings
+from tests.support.timeouts import WAIT_S
 from workers.engine import PrefillPhase
-from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.e2e.pair import Pair
+    from tests.support.engine_pair import EnginePair
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TOKENS = 3500
@@ -26,7 +26,7 @@ BLOCKS = -(-TOKENS // BLOCK)
 
 
 def events(path: Path) -> list[tuple[str, int, float]]:
-    """What the prefill engine noted (overlap.py): what, how many tokens or blocks, when."""
+    """Return the events that wait_for_copies.py wrote: kind, tokens or blocks, time."""
     lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
     return [(what, int(count), float(at)) for what, count, at in lines]
 
@@ -45,19 +45,22 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest, transport: str) -> Pair:
-    found: Pair = request.getfixturevalue(f"pair_{transport}")
+def pair(request: pytest.FixtureRequest, transport: str) -> EnginePair:
+    found: EnginePair = request.getfixturevalue(f"pair_{transport}")
     return found
 
 
 async def test_all_but_the_last_chunk_has_come_when_the_prompt_is_computed(
-    pair: Pair, transport: str, tiny_model: Path, tmp_path: Path
+    pair: EnginePair, transport: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     path, name = tmp_path / "events", f"overlap-{transport}"
-    kv = KvSettings(name, {"transports": (transport,)})
+    kv = read_extra_config({"transports": (transport,)})
     engine = await EngineProcess.start(
-        settings(tiny_model, kv=kv, max_num_batched_tokens=CHUNK),
-        env={"PDSERVE_TEST_OVERLAP": str(path), "PDSERVE_TEST_OVERLAP_TOKENS": str(TOKENS)},
+        settings(tiny_model, kv=kv, instance_id=name, max_num_batched_tokens=CHUNK),
+        env={
+            "PDSERVE_TEST_WAIT_FOR_COPIES": str(path),
+            "PDSERVE_TEST_WAIT_FOR_COPIES_TOKENS": str(TOKENS),
+        },
     )
     ids = prompt(TOKENS, 90 + pair.decode.pid)
     decoding = pair.decode.submit(ids, params(), engine.decode_phase(name))

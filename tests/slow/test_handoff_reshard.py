@@ -1,8 +1,6 @@
 """Prefill and decode engines of different tensor-parallel sizes give the tokens of one aggregated
-engine, and lose nothing where one rank of several breaks off.
-
-Logprobs are not compared: two ranks add up in another order than one, which shows in the last bits.
-"""
+engine, and lose no request when one of several ranks fails. Logprobs are not compared: two ranks
+add in another order than one, which changes the last bits."""
 
 from __future__ import annotations
 
@@ -15,17 +13,17 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.middle import Middle
-from tests.e2e.pair import BLOCK, Joined, Pair, joined, params, prompt
-from tests.patience import WAIT_S
+from kv_transfer.settings import ConnectorConfig
+from tests.support.engine_pair import BLOCK, EnginePair, JoinedAnswer, joined, params, prompt
+from tests.support.engines import EngineProcess, settings
+from tests.support.tcp_proxy import TcpProxy
+from tests.support.timeouts import WAIT_S
 from workers.engine import DecodePhase, PrefillPhase
-from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from kv_transfer.snapshot import KvState
+    from kv_transfer.protocol.snapshot import KvState
     from pdserve.types import FinishReason
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -36,17 +34,18 @@ _NAMES = itertools.count(1)
 
 
 async def wide(model: Path) -> EngineProcess:
-    """An engine of two ranks, with one of the model's two KV heads each, that polls for nothing."""
-    kv = KvSettings(f"wide-instance-{next(_NAMES)}", {"transports": ("shm", "tcp")})
+    """Start an engine of two ranks without polling, with one of the model's two KV heads per
+    rank."""
+    kv, name = ConnectorConfig(transports=("shm", "tcp")), f"wide-instance-{next(_NAMES)}"
     args = {"max_num_batched_tokens": 256, "tensor_parallel_size": 2, "block_size": BLOCK}
     return await EngineProcess.start(
-        settings(model, kv=kv, **args), env={"PDSERVE_TEST_NO_POLL": "1"}
+        settings(model, kv=kv, instance_id=name, **args), env={"PDSERVE_TEST_NO_POLLING": "1"}
     )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def wides(tiny_model: Path) -> AsyncIterator[tuple[EngineProcess, EngineProcess]]:
-    """Two of them."""
+    """Start two such engines."""
     engines = await asyncio.gather(wide(tiny_model), wide(tiny_model))
     yield engines
     await asyncio.gather(*(engine.close() for engine in engines))
@@ -60,15 +59,15 @@ def pair(
     request: pytest.FixtureRequest,
     wides: Wides,
     prefill: EngineProcess,
-    pair_shm: Pair,
-    pair_tcp: Pair,
-) -> Pair:
+    pair_shm: EnginePair,
+    pair_tcp: EnginePair,
+) -> EnginePair:
     found = {
-        "2 to 1": Pair(wides[0], pair_shm.decode, wides[0].instance_id),
-        "2 to 1, tcp": Pair(wides[0], pair_tcp.decode, wides[0].instance_id),
-        "1 to 2": Pair(prefill, wides[1], prefill.instance_id),
-        "2 to 2": Pair(wides[0], wides[1], wides[0].instance_id),
-        "2 to 1, other": Pair(wides[1], pair_tcp.decode, wides[1].instance_id),
+        "2 to 1": EnginePair(wides[0], pair_shm.decode, wides[0].instance_id),
+        "2 to 1, tcp": EnginePair(wides[0], pair_tcp.decode, wides[0].instance_id),
+        "1 to 2": EnginePair(prefill, wides[1], prefill.instance_id),
+        "2 to 2": EnginePair(wides[0], wides[1], wides[0].instance_id),
+        "2 to 1, other": EnginePair(wides[1], pair_tcp.decode, wides[1].instance_id),
     }[request.param]
     assert found.prefill.info.kv is not None
     assert found.decode.info.kv is not None
@@ -76,12 +75,12 @@ def pair(
     return found
 
 
-def said(answer: Joined) -> tuple[tuple[int, ...], str, FinishReason | None]:
+def said(answer: JoinedAnswer) -> tuple[tuple[int, ...], str, FinishReason | None]:
     return answer.token_ids, answer.text, answer.finish_reason
 
 
 async def all_empty(*engines: EngineProcess) -> None:
-    """No block is pinned, and no rank knows of any transfer."""
+    """Wait until no block is pinned and no rank has a transfer."""
 
     def is_empty(state: KvState | None) -> bool:
         return (
@@ -97,8 +96,8 @@ async def all_empty(*engines: EngineProcess) -> None:
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 257, 700])
-async def test_prompts_are_exact(pair: Pair, aggregated: EngineProcess, length: int) -> None:
+@pytest.mark.parametrize("length", [1, BLOCK + 1, 257, 700])
+async def test_prompts_are_exact(pair: EnginePair, aggregated: EngineProcess, length: int) -> None:
     ids, sampling = prompt(length, next(_NAMES)), params(ignore_eos=True)
     expected = joined(await aggregated.run(ids, sampling))
     assert said(await pair.run(ids, sampling)) == said(expected)
@@ -110,10 +109,10 @@ async def test_prompts_are_exact(pair: Pair, aggregated: EngineProcess, length: 
     await all_empty(pair.prefill, pair.decode)
 
 
-async def test_what_the_decode_side_has_does_not_travel(
-    pair: Pair, aggregated: EngineProcess
+async def test_blocks_cached_by_decode_are_not_transferred(
+    pair: EnginePair, aggregated: EngineProcess
 ) -> None:
-    """Its prefix hit is the same on all of its ranks."""
+    """The prefix hit is the same on all ranks."""
     seed = next(_NAMES) * 100
     block_size = pair.decode.info.block_size
     prefix, sampling = prompt(5 * block_size + 7, seed), params(ignore_eos=True)
@@ -130,8 +129,8 @@ async def test_what_the_decode_side_has_does_not_travel(
     await all_empty(pair.prefill, pair.decode)
 
 
-async def test_kv_ranks_tells_of_the_links_of_both_ranks(wides: Wides, pair_tcp: Pair) -> None:
-    pair = Pair(wides[0], pair_tcp.decode, wides[0].instance_id)
+async def test_kv_ranks_shows_the_links_of_both_ranks(wides: Wides, pair_tcp: EnginePair) -> None:
+    pair = EnginePair(wides[0], pair_tcp.decode, wides[0].instance_id)
     await pair.run(prompt(40, next(_NAMES)), params())
     links: list[int] = []
     async with asyncio.timeout(WAIT_S):
@@ -141,7 +140,7 @@ async def test_kv_ranks_tells_of_the_links_of_both_ranks(wides: Wides, pair_tcp:
     assert len(links) == 2
 
 
-async def test_cancelled_requests_leave_nothing_on_any_rank(pair: Pair) -> None:
+async def test_cancelled_requests_leave_nothing_on_any_rank(pair: EnginePair) -> None:
     seed = next(_NAMES) * 100
     streams = [pair.submit(prompt(400, seed + i), params(200)) for i in range(4)]
     await pair.prefill.collect(streams[0][0])
@@ -153,10 +152,10 @@ async def test_cancelled_requests_leave_nothing_on_any_rank(pair: Pair) -> None:
 
 async def held_half_way(
     source: EngineProcess, decode: EngineProcess, ids: Sequence[int]
-) -> tuple[Middle, int, int]:
+) -> tuple[TcpProxy, int, int]:
     """A request whose second source rank has sent a part of its share, and the first all of it; the
     wire, the first token, and the decode stream."""
-    middle = Middle(source.addresses[1], 300_000)
+    middle = TcpProxy(source.addresses[1], 300_000)
     await middle.start()
     addresses = (source.addresses[0], middle.address)
     transfer_id = f"reshard-{next(_NAMES)}"
@@ -173,7 +172,7 @@ async def held_half_way(
 async def falls_back(
     aggregated: EngineProcess, decode: EngineProcess, ids: Sequence[int], stream: int, first: int
 ) -> None:
-    """The load fails, once, and the decode engine computes the rest itself, exactly."""
+    """The load fails once, and the decode engine computes the rest exactly."""
     failed = await decode.collect(stream)
     assert failed.error is not None
     assert failed.error.code == "transfer_failed"
@@ -184,8 +183,8 @@ async def falls_back(
     assert (first, *rest.token_ids) == expected.token_ids
 
 
-async def test_a_rank_whose_link_breaks_fails_its_request_alone(
-    wides: Wides, pair_tcp: Pair, aggregated: EngineProcess
+async def test_a_rank_whose_link_breaks_fails_only_its_request(
+    wides: Wides, pair_tcp: EnginePair, aggregated: EngineProcess
 ) -> None:
     source, decode, ids = wides[0], pair_tcp.decode, prompt(600, 31)
     middle, first, stream = await held_half_way(source, decode, ids)
@@ -195,14 +194,14 @@ async def test_a_rank_whose_link_breaks_fails_its_request_alone(
     await middle.close()
     again = prompt(200, 32)
     expected = joined(await aggregated.run(again, params()))
-    assert said(await Pair(source, decode, source.instance_id).run(again, params())) == said(
+    assert said(await EnginePair(source, decode, source.instance_id).run(again, params())) == said(
         expected
     )
     await all_empty(source, decode)
 
 
-async def test_a_rank_that_is_killed_half_way_costs_no_request(
-    tiny_model: Path, pair_tcp: Pair, aggregated: EngineProcess
+async def test_a_rank_killed_during_the_transfer_costs_no_request(
+    tiny_model: Path, pair_tcp: EnginePair, aggregated: EngineProcess
 ) -> None:
     source, decode, ids = await wide(tiny_model), pair_tcp.decode, prompt(600, 33)
     middle, first, stream = await held_half_way(source, decode, ids)
@@ -218,7 +217,7 @@ async def test_a_rank_that_is_killed_half_way_costs_no_request(
 
 
 def rank_at(engine: EngineProcess, address: str) -> psutil.Process:
-    """The process of the engine's rank that listens there."""
+    """Return the process of the rank that listens at this address."""
     port = int(address.rpartition(":")[2])
     for process in psutil.Process(engine.pid).children(recursive=True):
         sockets = process.net_connections(kind="tcp")

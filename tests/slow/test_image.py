@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.patience import WAIT_S
-from tests.up_process import copy_sources, run
+from tests.support.commands import copy_sources, run
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ exec chroot --userspec="$user" "$root" env -i "$@"
 
 
 class Image:
-    """What buildah made, in a storage of its own."""
+    """Build an image in a separate storage of buildah."""
 
     def __init__(self, folder: Path) -> None:
         self._storage = [f"--root={folder}/storage", f"--runroot={folder}/run"]
@@ -52,10 +52,16 @@ class Image:
         sources = self._folder / "sources"
         copy_sources(sources)
         self._buildah(
-            *("bud", "--isolation=chroot", "--network=host", "--target=router"),
+            "bud",
+            "--isolation=chroot",
+            "--network=host",
+            "--target=router",
             # The certificates that pip trusts, and the base, are those of this machine.
-            *("--volume=/etc/ssl/certs:/etc/ssl/certs:ro", "--build-arg=PYTHON=localhost/python"),
-            *("--tag=pdserve-router", f"--file={sources}/deploy/Dockerfile", sources),
+            "--volume=/etc/ssl/certs:/etc/ssl/certs:ro",
+            "--build-arg=PYTHON=localhost/python",
+            "--tag=pdserve-router",
+            f"--file={sources}/deploy/Dockerfile",
+            sources,
         )
         self._container = self._buildah("from", "localhost/pdserve-router")
         found = json.loads(self._buildah("inspect", "--type=image", "localhost/pdserve-router"))

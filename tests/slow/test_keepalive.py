@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import pytest
 
-from pdserve import rpc
-from tests.patience import WAIT_S
+from pdserve.net import rpc
+from tests.support.timeouts import WAIT_S
 from tests.unit.pdserve.test_rpc import METHOD, serving
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ async def _stay(requests: AsyncIterator[bytes], context: Context) -> AsyncIterat
 
 @asynccontextmanager
 async def idle_stream(server_options: rpc.Options) -> AsyncIterator[EchoCall]:
-    """A stream over which a message went both ways, then pinged as often as gRPC allows."""
+    """Open a stream that has carried a message both ways, with pings as often as gRPC allows."""
     handler: Handler = grpc.stream_stream_rpc_method_handler(_stay)
     options = rpc.channel_options(keepalive_s=0.05)
     async with (

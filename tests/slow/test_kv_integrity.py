@@ -1,5 +1,5 @@
-"""Wrong KV, and wrong prompts, change the answers of real engines: else exactness would prove
-nothing."""
+"""Wrong KV and wrong prompts change the answers of real engines. Otherwise tests of exactness would
+prove nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.pair import Pair, params, prompt
-from workers.vllm.settings import KvSettings
+from kv_transfer.settings import ConnectorConfig
+from tests.support.engine_pair import EnginePair, params, prompt
+from tests.support.engines import EngineProcess, settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -22,24 +22,24 @@ GREEDY = params(24, ignore_eos=True)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def producer(tiny_model: Path, orders: Path) -> AsyncIterator[EngineProcess]:
-    kv = KvSettings("damaging", {"transports": ("shm", "tcp"), "chunk_bytes": 1 << 19})
+    kv = ConnectorConfig(transports=("shm", "tcp"), chunk_bytes=1 << 19)
     engine = await EngineProcess.start(
-        settings(tiny_model, kv=kv, max_num_batched_tokens=256),
-        env={"PDSERVE_TEST_CORRUPT": str(orders)},
+        settings(tiny_model, kv=kv, instance_id="damaging", max_num_batched_tokens=256),
+        env={"PDSERVE_TEST_CORRUPT_KV": str(orders)},
     )
     yield engine
     await engine.close()
 
 
 @pytest.fixture
-def damaging(pair: Pair, producer: EngineProcess) -> Pair:
-    """The damaging engine with a decode engine that takes one transport alone."""
-    return Pair(producer, pair.decode, "damaging")
+def damaging(pair: EnginePair, producer: EngineProcess) -> EnginePair:
+    """Return the engine that damages KV, with a decode engine of one transport."""
+    return EnginePair(producer, pair.decode, "damaging")
 
 
 @pytest.mark.parametrize("damage", ["swap", "repeat"])
 async def test_a_wrong_block_changes_the_answer(
-    damaging: Pair, aggregated: EngineProcess, orders: Path, damage: str
+    damaging: EnginePair, aggregated: EngineProcess, orders: Path, damage: str
 ) -> None:
     ids = prompt(200, len(damage) + 30 + 100 * damaging.decode.pid)
     expected = await aggregated.run(ids, GREEDY)

@@ -1,5 +1,5 @@
-"""Hundreds of KV transfers between processes that are killed, stopped and started again, while
-requests are cancelled and aborted: each completed one is right to the byte, and nothing is left."""
+"""Hundreds of KV transfers between processes that are killed, stopped and restarted, while requests
+are cancelled. Each completed transfer is exact to the byte, and nothing is left."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.settings import KvSettings
+from kv_transfer.settings import ConnectorConfig
 from kv_transfer.vllm.step import ConsumerStart, ProducerEnded, ProducerExpected, ProducerProgress
-from tests.patience import WAIT_S
-from tests.unit.kv_transfer.caches import geometry
-from tests.unit.kv_transfer.rig import BLOCK_SIZE, TRANSPORTS, Rig
+from tests.support.kv_caches import geometry
+from tests.support.kv_pair import BLOCK_SIZE, TRANSPORTS, KvWorkers
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from tests.unit.kv_transfer.rig import Worker
+    from tests.support.kv_pair import KvWorker
 
 TRANSFERS, MAX_OPEN, KILL_EVERY, STOP_EVERY = 600, 24, 60, 45
 SHAPE = geometry(layers=3, blocks=400, page=512)
@@ -37,10 +37,10 @@ def content(transfer_id: str, block: int) -> list[bytes]:
 
 
 def run_worker(pipe: Connection, name: str, transports: tuple[str, ...]) -> None:
-    """A worker process: does what it is told and reports what ended."""
-    rig = Rig(TRANSPORTS["tcp"])
-    made = [TRANSPORTS[each](KvSettings()) for each in transports]
-    worker = rig.worker(instance_id=name, transports=made, shape=SHAPE, **TIMES)
+    """Run a worker process: execute commands, and report transfers that ended."""
+    kv_workers = KvWorkers(TRANSPORTS["tcp"])
+    made = [TRANSPORTS[each](ConnectorConfig()) for each in transports]
+    worker = kv_workers.worker(instance_id=name, transports=made, shape=SHAPE, **TIMES)
     pipe.send(worker.address)
     blocks: dict[str, list[int]] = {}
     with contextlib.suppress(EOFError, KeyboardInterrupt):
@@ -48,7 +48,7 @@ def run_worker(pipe: Connection, name: str, transports: tuple[str, ...]) -> None
             while pipe.poll(0.001):
                 what, arguments = pipe.recv()
                 if what == "close":
-                    rig.close()
+                    kv_workers.close()
                     pipe.send("closed")
                     return
                 if what == "fill":
@@ -64,7 +64,7 @@ def run_worker(pipe: Connection, name: str, transports: tuple[str, ...]) -> None
             report(pipe, worker, blocks)
 
 
-def report(pipe: Connection, worker: Worker, blocks: dict[str, list[int]]) -> None:
+def report(pipe: Connection, worker: KvWorker, blocks: dict[str, list[int]]) -> None:
     for request_id in worker.sent:
         pipe.send(("sent", request_id))
     for request_id in worker.ended:
@@ -82,7 +82,7 @@ def report(pipe: Connection, worker: Worker, blocks: dict[str, list[int]]) -> No
 
 @dataclass
 class Peer:
-    """A worker process and the blocks of its cache that are free."""
+    """A worker process, and the free blocks of its cache."""
 
     name: str
     transports: tuple[str, ...]
@@ -120,7 +120,7 @@ class Peer:
 
 
 class Driver:
-    """Plays the router and both engines' schedulers."""
+    """The router and the schedulers of both engines."""
 
     def __init__(self) -> None:
         both = ("shm", "tcp")

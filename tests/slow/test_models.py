@@ -1,19 +1,19 @@
-"""Each kind of model through prefill and decode, as docs/models.md says."""
+"""Kinds of models through prefill and decode, as docs/models.md says."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e import kind_checks
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.kinds import KINDS, make_kind
-from tests.e2e.models import write_tokenizer
-from tests.slow.model_matrix import EXACT, PAGE, row, tried
+from tests.support import model_kind_checks
+from tests.support.engines import EngineProcess, settings
+from tests.support.model_kinds import KINDS, make_kind
+from tests.support.model_matrix import EXACT, PAGE, check_kind, row
+from tests.support.tiny_models import write_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ SOME = ["Gemma-2", "Granite-hybrid"]
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_model_is_handed_over_exactly(name: str) -> None:
     try:
-        found = tried(name)
+        found = check_kind(name)
     except subprocess.CalledProcessError as error:
         if "torchvision" not in str(error.cmd):
             raise
@@ -36,37 +36,58 @@ def test_a_kind_of_model_is_handed_over_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 async def test_requests_that_are_preempted_are_exact(name: str, tmp_path: Path) -> None:
-    model = make_kind(tmp_path / "model", name)
+    model = await make_kind(tmp_path / "model", name)
     more = {"max_model_len": 1024, "kv_cache_memory_bytes": 6 << 20, **KINDS[name].engine_args}
-    async with kind_checks.subject(model, **more) as of:
-        await kind_checks.check_pressure(of)
+    async with model_kind_checks.kind_engines(model, **more) as of:
+        await model_kind_checks.check_pressure(of)
 
 
 @pytest.mark.parametrize("name", SOME)
 async def test_kinds_are_exact_with_asynchronous_scheduling(name: str, tmp_path: Path) -> None:
-    """As on a GPU. A stream with a state cannot be moved then: a step is always in flight."""
-    model, env = make_kind(tmp_path / "model", name), {"PDSERVE_TEST_BATCH_QUEUE": "1"}
-    async with kind_checks.subject(model, env=env, **KINDS[name].engine_args) as of:
-        await kind_checks.check_lengths(of)
-        await kind_checks.check_prefix_hits(of)
-        await kind_checks.check_resumed(of)
-        await kind_checks.check_cancels(of)
+    """This is the default on GPUs. A stream with a state cannot be moved: a step is always in
+    flight."""
+    model, env = await make_kind(tmp_path / "model", name), {"PDSERVE_TEST_ASYNC_SCHEDULING": "1"}
+    async with model_kind_checks.kind_engines(model, env=env, **KINDS[name].engine_args) as of:
+        await model_kind_checks.check_lengths(of)
+        await model_kind_checks.check_prefix_hits(of)
+        await model_kind_checks.check_resumed(of)
+        await model_kind_checks.check_cancels(of)
+        await model_kind_checks.check_kills(of)
 
 
-@pytest.mark.parametrize("name", SOME)
-async def test_a_stream_goes_on_when_its_decode_worker_is_killed(name: str, tmp_path: Path) -> None:
-    model = make_kind(tmp_path / "model", name)
-    async with kind_checks.subject(model, **KINDS[name].engine_args) as of:
-        await kind_checks.check_kills(of)
+async def test_a_prefill_worker_killed_in_a_handoff_leaves_nothing(tmp_path: Path) -> None:
+    """Neither of the blocks of full attention nor of the states."""
+    model = await make_kind(tmp_path / "model", "Granite-hybrid")
+    async with model_kind_checks.kind_engines(model, **KINDS["Granite-hybrid"].engine_args) as of:
+        await model_kind_checks.check_killed_prefill(of)
 
 
-@pytest.mark.parametrize("name", SOME)
-async def test_a_prefill_worker_killed_in_a_handoff_leaves_nothing(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "engine_args", "refusal", "failure"),
+    [
+        (
+            "Qwen3-Next",
+            {"dtype": "float32"},
+            "engine_args.dtype must be bfloat16",
+            "AssertionError: CPU GDN attention requires BF16",
+        ),
+        (
+            "Granite-hybrid",
+            {"enable_prefix_caching": True},
+            "engine_args.enable_prefix_caching must be false",
+            "IndexError",
+        ),
+    ],
+)
+async def test_an_engine_that_cannot_compute_does_not_start(
+    name: str, engine_args: dict[str, Any], refusal: str, failure: str, tmp_path: Path
 ) -> None:
-    model = make_kind(tmp_path / "model", name)
-    async with kind_checks.subject(model, **KINDS[name].engine_args) as of:
-        await kind_checks.check_killed_prefill(of)
+    """A known limit is refused with the setting that helps, an unknown one by the self-test."""
+    chosen = settings(await make_kind(tmp_path / "model", name), **engine_args)
+    with pytest.raises(RuntimeError, match=f"^ConfigError: {refusal}"):
+        await EngineProcess.start(chosen)
+    with pytest.raises(RuntimeError, match=f"^WorkerFailed: the engine cannot compute: {failure}"):
+        await EngineProcess.start(chosen, env={"PDSERVE_TEST_UNCHECKED_SETTINGS": "1"})
 
 
 async def test_a_multimodal_model_without_torchvision_is_refused(tmp_path: Path) -> None:

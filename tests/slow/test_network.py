@@ -8,26 +8,28 @@ worker, and host 3 a second router. The pauses that clients see are printed (`py
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import aiohttp
 import grpc.aio
 import pytest
 import pytest_asyncio
 
-from benchmarks.service import Child
-from pdserve import rpc
+from benchmarks.service import LoggedProcess
 from pdserve.client import Client
+from pdserve.net import rpc
 from pdserve.types import SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
-from tests import netlab
-from tests.cluster import fake_answer
-from tests.netlab import CUT, Link, Network
-from tests.patience import START_S, WAIT_S
+from tests.support.cluster import fake_answer
+from tests.support.network_namespaces import CUT, LinkQuality, Network, missing_requirement
+from tests.support.timeouts import START_S, WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -35,13 +37,13 @@ if TYPE_CHECKING:
 
     from pdserve.types import Receipt
 
-WHY_NOT = netlab.why_not()
+WHY_NOT = missing_requirement()
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 ROUTERS, WORKERS = (0, 3), {"prefill-0": 1, "decode-0": 2, "decode-1": 3}
-GRPC = 8001
+HTTP, GRPC = 8000, 8001
 # As on a GPU, answers take seconds.
 FAKE = {"engine": "fake", "engine_args": "{step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005}"}
 VLLM = {
@@ -56,7 +58,7 @@ _LOOK_S = 0.1
 
 @dataclass(slots=True)
 class Asked:
-    """One request under way."""
+    """One open request."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -87,10 +89,10 @@ class Service:
         directory: Path,
         followers: dict[str, int] | None = None,
     ) -> None:
-        """A worker in `followers` has a second rank, on that host."""
+        """A worker in `followers` has a second rank on that host."""
         self.followers = followers or {}
         self.network = Network(1 + max(*routers, *workers.values(), *self.followers.values()))
-        self.parts: dict[str, Child] = {}
+        self.parts: dict[str, LoggedProcess] = {}
         self.clients: list[Client] = []
         self._routers, self._workers, self._directory = routers, workers, directory
         self._registries: list[RegistryStub] = []
@@ -145,7 +147,7 @@ class Service:
         async def is_ready() -> bool:
             return command == "worker" or await self.network.listens(host, GRPC)
 
-        child = self.parts[name] = Child(name, self._directory / f"{name}.log")
+        child = self.parts[name] = LoggedProcess(name, self._directory / f"{name}.log")
         self._stack.push_async_callback(child.stop)
         # More threads than cores would wait for one another in loops.
         await child.start(self.network.command(host, words), is_ready, {"OMP_NUM_THREADS": "1"})
@@ -158,7 +160,7 @@ class Service:
         return await registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
 
     async def until_state(self, name: str, state: str) -> None:
-        """Every router says that of a worker that is not on its own host."""
+        """Wait until every router on another host reports this state of a worker."""
         others = [x for x, host in enumerate(self._routers) if host != self._workers[name]]
         async with asyncio.timeout(WAIT_S):
             for router in others:
@@ -166,7 +168,7 @@ class Service:
                     await asyncio.sleep(_LOOK_S)
 
     async def until_whole(self) -> None:
-        """Every router can give work to every worker, and none holds anything any more."""
+        """Wait until every worker is ready at every router and holds nothing."""
         async with asyncio.timeout(START_S):
             while missing := await self._missing():
                 self.missing = missing  # what a test that fails waited for
@@ -187,7 +189,7 @@ class Service:
         return found or await self._held()
 
     async def _held(self) -> list[str]:
-        """What workers hold of requests that are over."""
+        """Return what workers still hold of ended requests."""
         found = []
         for name, entry in (await self.entries(0)).items():
             host, port = self._workers[name], int(entry.info.address.rpartition(":")[2])
@@ -203,7 +205,8 @@ class Service:
 
     @asynccontextmanager
     async def reading(self, asked: list[Asked], *, router: int = 0) -> AsyncIterator[None]:
-        """These answers have begun when the body runs, and end well."""
+        """Start these answers before the body, and assert at the exit that they end without an
+        error."""
         async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as group:
             for each in asked:
                 group.create_task(each.read(self.clients[router]))
@@ -218,7 +221,7 @@ class Service:
     async def answers(
         self, count: int, *, router: int = 0, sampling: SamplingParams = LONG
     ) -> AsyncIterator[list[Asked]]:
-        """As `reading`, of requests to fake engines; no token is wrong."""
+        """As `reading`, for fake engines, whose tokens are compared."""
         asked = [Asked(self._prompt(), sampling) for _ in range(count)]
         async with self.reading(asked, router=router):
             yield asked
@@ -228,13 +231,13 @@ class Service:
             assert each.token_ids == expected.token_ids
 
     async def ask(self, count: int = 4, *, router: int = 0) -> list[Asked]:
-        """Short answers, from their beginning to their end."""
+        """Request short answers and assert that they are complete."""
         async with self.answers(count, router=router, sampling=SHORT) as asked:
             pass
         return asked
 
     def _prompt(self) -> list[int]:
-        """No two are the same."""
+        """Return a prompt that differs from all others."""
         self._asked += 1
         return [20 + (self._asked * 37 + x * x) % 200 for x in range(200)]
 
@@ -245,7 +248,7 @@ def fallbacks_of(asked: Asked) -> tuple[str, ...]:
 
 
 def workers_of(asked: list[Asked]) -> set[str]:
-    """Those that decoded."""
+    """Return the workers that decoded."""
     return {each.receipt.decode_worker for each in asked if each.receipt is not None}
 
 
@@ -258,7 +261,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def service(shared: Service) -> AsyncIterator[Service]:
-    """Leaves a network that is whole, and workers that hold nothing and answer."""
+    """After each test, heal the network and wait until workers are ready and hold nothing."""
     yield shared
     shared.network.heal()
     healed = time.monotonic()
@@ -307,15 +310,13 @@ async def test_a_prefill_worker_over_two_nodes_ends_on_both_when_one_is_cut_off(
         async with service.reading(one_worker):
             pass
         parts = [service.parts[f"prefill-0-node-{rank}"] for rank in range(2)]
-        async with asyncio.timeout(WAIT_S):
-            while any(part.is_alive for part in parts):  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+        await wait_until(lambda: not any(part.is_alive for part in parts))
     assert [x.token_ids for x in handed_over] == [x.token_ids for x in one_worker]
     assert {fallbacks_of(x) for x in handed_over} == {()}
     assert workers_of(one_worker) == {"decode-0"}
 
 
-async def test_answers_of_a_decode_host_that_is_cut_off_go_on_at_another(service: Service) -> None:
+async def test_answers_of_an_unreachable_decode_host_continue_at_another(service: Service) -> None:
     async with service.answers(8) as asked:
         service.network.split(WORKERS["decode-0"])
     moved = [each for each in asked if fallbacks_of(each)]
@@ -354,7 +355,7 @@ async def test_answers_go_on_when_a_link_between_worker_and_router_is_cut_one_wa
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1)], ids=["to", "from"])
-async def test_kv_goes_elsewhere_when_a_link_between_workers_is_cut_one_way(
+async def test_kv_takes_another_pair_when_a_link_is_cut_one_way(
     service: Service, source: int, target: int
 ) -> None:
     service.network.change(CUT, [source], [target])
@@ -363,7 +364,7 @@ async def test_kv_goes_elsewhere_when_a_link_between_workers_is_cut_one_way(
 
 
 async def test_delay_and_loss_cost_time_alone(service: Service) -> None:
-    far = Link(delay_s=0.01, loss=0.01)
+    far = LinkQuality(delay_s=0.01, loss=0.01)
     service.network.change(far, service.network.hosts, service.network.hosts)
     await service.ask(8)
     async with service.answers(8):
@@ -371,12 +372,12 @@ async def test_delay_and_loss_cost_time_alone(service: Service) -> None:
 
 
 async def test_a_slow_network_costs_time_alone(service: Service) -> None:
-    slow = Link(mbit_per_s=100)
+    slow = LinkQuality(mbit_per_s=100)
     service.network.change(slow, service.network.hosts, service.network.hosts)
     assert not any(map(fallbacks_of, await service.ask(16)))
 
 
-async def test_each_side_of_a_split_serves_with_what_it_has(service: Service) -> None:
+async def test_each_side_of_a_split_serves_with_its_workers(service: Service) -> None:
     async with service.answers(4, router=0) as here, service.answers(4, router=1) as there:
         service.network.split(3)
     # One side has lost a decode worker, the other its prefill worker.
@@ -385,12 +386,48 @@ async def test_each_side_of_a_split_serves_with_what_it_has(service: Service) ->
     assert len(here) == len(there)
 
 
-async def test_a_client_that_does_not_reach_its_router_goes_on_at_another(service: Service) -> None:
-    """The prefill host is at its side."""
+async def test_a_client_that_cannot_reach_its_router_uses_another(service: Service) -> None:
+    """The prefill host is on the side of the router."""
     both = len(ROUTERS)
     async with service.answers(4, router=both):
         service.network.split(0)
     await service.ask(router=both)
+
+
+async def test_an_http_client_whose_host_vanished_frees_its_slot(service: Service) -> None:
+    """The answer would take minutes more."""
+    body = json.dumps({"prompt": [20] * 50, "max_tokens": 8000, "ignore_eos": True, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    head += "content-type: application/json\r\n\r\n"
+
+    async def open_requests() -> int:
+        return sum(x.outstanding_requests for x in (await service.entries(0)).values())
+
+    async def cancelled() -> float:
+        async with (
+            service.network.forward(0, HTTP) as address,
+            aiohttp.ClientSession() as session,
+            session.get(f"http://{address}/metrics") as response,
+        ):
+            found = re.search(r'requests_total{.*outcome="cancelled"} (.+)', await response.text())
+        return float(found[1]) if found else 0.0
+
+    before = await cancelled()
+    async with service.network.forward(0, HTTP, at=1) as address:
+        host, _, port = address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write((head + body).encode())
+        await reader.readuntil(b"data: ")
+        assert await open_requests()
+        service.network.change(CUT, [0], [1])
+        service.network.change(CUT, [1], [0])
+        cut = time.monotonic()
+        async with asyncio.timeout(WAIT_S):
+            while await open_requests():  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+        print(f"free after {time.monotonic() - cut:.1f} s")  # noqa: T201
+        writer.close()
+    assert await cancelled() == before + 1
 
 
 async def test_a_split_that_comes_and_goes_loses_nothing(service: Service) -> None:

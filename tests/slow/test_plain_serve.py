@@ -1,7 +1,5 @@
-"""kv_transfer without the rest of pdserve: two plain `vllm serve` and a proxy, over HTTP alone.
-
-The answers are those of one engine that does everything itself, in float32.
-"""
+"""kv_transfer without the rest of pdserve: two plain `vllm serve` and a proxy over HTTP. The
+answers are those of one engine, in float32."""
 
 from __future__ import annotations
 
@@ -15,15 +13,15 @@ import pytest
 import pytest_asyncio
 
 from pdserve.types import SamplingParams
-from tests.e2e.pair import prompt
-from tests.e2e.vllm_serve import Served, example_proxy, vllm_serve
-from tests.patience import WAIT_S
+from tests.support.engine_pair import prompt
+from tests.support.timeouts import WAIT_S
+from tests.support.vllm_serve import ServerProcess, example_proxy, vllm_serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from tests.e2e.engines import EngineProcess
+    from tests.support.engines import EngineProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PATH = "/v1/completions"
@@ -41,18 +39,18 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Pair:
-    """Two servers, neither of which knows of the other."""
+    """Two independent servers."""
 
-    def __init__(self, prefill: Served, decode: Served) -> None:
+    def __init__(self, prefill: ServerProcess, decode: ServerProcess) -> None:
         self.prefill, self.decode = prefill, decode
 
     async def moved_tokens(self) -> float:
-        """Prompt tokens whose KV decode has received."""
+        """Return the number of prompt tokens whose KV decode has received."""
         source = "external_kv_transfer"
         return await self.decode.metric("vllm:prompt_tokens_by_source_total", source=source)
 
     async def until_empty(self) -> None:
-        """No block is in use and no request open, on either side."""
+        """Wait until neither server has a used block or an open request."""
         names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
         alive = [x for x in (self.prefill, self.decode) if x.process.poll() is None]
         wanted = [(served, name) for served in alive for name in names]
@@ -68,7 +66,7 @@ async def servers(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Pair]:
     directory = tmp_path_factory.mktemp("serve")
-    both: list[Served] = []
+    both: list[ServerProcess] = []
     try:
         both += [vllm_serve(tiny_model, directory, "prefill", {"lease_s": 2 * WAIT_S})]
         # One of vLLM's processes less than by default: the engine runs the model itself.
@@ -84,7 +82,7 @@ async def servers(
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def pair(servers: Pair) -> AsyncIterator[Pair]:
-    """Every test leaves both servers empty."""
+    """Assert that every test leaves both servers empty."""
     yield servers
     await servers.until_empty()
 
@@ -92,7 +90,7 @@ async def pair(servers: Pair) -> AsyncIterator[Pair]:
 @pytest_asyncio.fixture(params=[(), ("--at-once",)], ids=["in turn", "at once"])
 async def proxy(
     pair: Pair, request: pytest.FixtureRequest, tmp_path: Path
-) -> AsyncIterator[Served]:
+) -> AsyncIterator[ServerProcess]:
     served = example_proxy(pair.prefill, pair.decode, tmp_path, *request.param)
     try:
         await served.until_ready()
@@ -102,7 +100,7 @@ async def proxy(
 
 
 def fresh(length: int) -> list[int]:
-    """A prompt that no server has seen, so that all of its KV has to travel."""
+    """Return a prompt that no server has cached, so that all of its KV is transferred."""
     return prompt(length, next(_SEEDS))
 
 
@@ -112,7 +110,7 @@ def asked(ids: list[int], kind: str, **more: Any) -> dict[str, Any]:
 
 
 async def expected(engine: EngineProcess, body: dict[str, Any]) -> dict[str, Any]:
-    """What one engine answers, as OpenAI's API would have it."""
+    """Return the answer of one engine in the form of OpenAI's API."""
     names = SamplingParams.__dataclass_fields__
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items() if k in names}
     whole = await engine.run(body["prompt"], SamplingParams(**fields))
@@ -124,14 +122,14 @@ async def expected(engine: EngineProcess, body: dict[str, Any]) -> dict[str, Any
 
 
 def told(answer: dict[str, Any]) -> dict[str, Any]:
-    """The part of an answer that must be exact."""
+    """Return the part of an answer that must be exact."""
     (choice,) = answer["choices"]
     assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
     return {name: choice[name] for name in ("token_ids", "text", "finish_reason")}
 
 
 async def run_prefill(pair: Pair, body: dict[str, Any]) -> dict[str, Any]:
-    """What prefill's answer wants decode to be told."""
+    """Return the transfer parameters in prefill's answer, for decode."""
     short = {k: v for k, v in body.items() if k != "min_tokens"}
     kv: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
     nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
@@ -143,12 +141,13 @@ async def run_prefill(pair: Pair, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [2, 33, 700])
+@pytest.mark.parametrize(
+    ("kind", "length"), [*((kind, 33) for kind in KINDS), ("greedy", 2), ("seeded", 700)]
+)
 async def test_two_requests_by_hand_are_exact(
     pair: Pair, aggregated: EngineProcess, kind: str, length: int
 ) -> None:
-    """As any proxy made for vLLM's own connectors does it."""
+    """This is how proxies for vLLM's own connectors work."""
     body = asked(fresh(length), kind)
     moved = await pair.moved_tokens()
     kv = await run_prefill(pair, body)
@@ -159,7 +158,7 @@ async def test_two_requests_by_hand_are_exact(
 
 
 async def test_both_of_two_answers_are_exact(pair: Pair, aggregated: EngineProcess) -> None:
-    """vLLM makes two requests of n = 2: one transfer, and nothing fails."""
+    """vLLM splits n = 2 into two requests, with one transfer."""
     body = asked(fresh(300), "seeded")
     kv = await run_prefill(pair, body)
     _, answer = await pair.decode.post(PATH, {**body, "n": 2, "kv_transfer_params": kv})
@@ -171,7 +170,7 @@ async def test_both_of_two_answers_are_exact(pair: Pair, aggregated: EngineProce
 async def test_a_first_token_that_is_handed_over_is_exact(
     pair: Pair, aggregated: EngineProcess
 ) -> None:
-    """What a proxy can do that joins token streams itself."""
+    """A proxy can join the token streams itself."""
     other = asked(fresh(40), "greedy")
     kv = await run_prefill(pair, other)
     await pair.decode.post(PATH, {**other, "kv_transfer_params": kv})
@@ -189,7 +188,7 @@ async def test_a_first_token_that_is_handed_over_is_exact(
 
 
 async def test_the_proxy_answers_as_one_engine(
-    pair: Pair, proxy: Served, aggregated: EngineProcess
+    pair: Pair, proxy: ServerProcess, aggregated: EngineProcess
 ) -> None:
     bodies = [asked(fresh(40 + 97 * i), list(KINDS)[i % len(KINDS)]) for i in range(8)]
     wanted = [await expected(aggregated, body) for body in bodies]
@@ -201,7 +200,9 @@ async def test_the_proxy_answers_as_one_engine(
     assert await pair.moved_tokens() == moved + lengths
 
 
-async def test_the_proxy_streams(pair: Pair, proxy: Served, aggregated: EngineProcess) -> None:
+async def test_the_proxy_streams(
+    pair: Pair, proxy: ServerProcess, aggregated: EngineProcess
+) -> None:
     body = asked(fresh(333), "seeded")
     text, pieces = "", 0
     async with (
@@ -217,7 +218,7 @@ async def test_the_proxy_streams(pair: Pair, proxy: Served, aggregated: EnginePr
 
 
 @pytest.mark.parametrize("kv", [{"do_remote_prefill": True}, {"role": "junk"}])
-async def test_what_cannot_be_read_fails_alone(
+async def test_an_unreadable_answer_fails_alone(
     pair: Pair, aggregated: EngineProcess, kv: dict[str, Any]
 ) -> None:
     body = asked(fresh(50), "greedy")
@@ -241,7 +242,8 @@ async def test_the_kv_of_another_prompt_is_refused(pair: Pair) -> None:
 async def test_a_dead_prefill_server_costs_no_answer(
     pair: Pair, tmp_path: Path, aggregated: EngineProcess
 ) -> None:
-    """Last in this file. The proxy has seen it alive, so it asks decode to fetch from it."""
+    """Last in this file. The proxy still considers the server alive and tells decode to fetch from
+    it."""
     served = example_proxy(pair.prefill, pair.decode, tmp_path, "--at-once")
     try:
         await served.until_ready()

@@ -1,5 +1,5 @@
-"""What vLLM's own KV events say is cached is what vLLM finds cached, block for block: for prefill,
-decode and aggregated work, at once and in turn, and when blocks are evicted."""
+"""vLLM's KV events match its prefix cache block for block: for prefill, decode and aggregated work,
+concurrent or not, and with evictions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from pdserve import prefix_hash
+from pdserve.model import prefix_hash
 from pdserve.types import SamplingParams
-from tests.e2e.engines import EngineProcess, settings
+from tests.support.engines import EngineProcess, settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from tests.e2e.engines import Answer
-    from tests.e2e.pair import Pair
+    from tests.support.engine_pair import EnginePair
+    from tests.support.engines import EngineAnswer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -38,7 +38,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 
 async def predicted(engine: EngineProcess, prompt: Sequence[int]) -> int:
-    """Tokens that the router would expect to be cached."""
+    """Return how many tokens the router expects to be cached."""
     cached = await engine.cached_blocks()
     usable = prefix_hash.usable_blocks(len(prompt), BLOCK)
     root = prefix_hash.root(engine.info.model.name, BLOCK)
@@ -49,12 +49,12 @@ async def predicted(engine: EngineProcess, prompt: Sequence[int]) -> int:
     return sum(reached) * BLOCK
 
 
-def reported(answer: Answer) -> int:
+def reported(answer: EngineAnswer) -> int:
     assert answer.report is not None
     return answer.report.cached_tokens
 
 
-async def test_both_workers_of_a_pair_hold_what_their_events_say(pair_shm: Pair) -> None:
+async def test_both_workers_of_a_pair_hold_what_their_events_say(pair_shm: EnginePair) -> None:
     system = tokens(256, "system")
     prompts = [
         tokens(256, "system")[:length] + tokens(tail, seed)

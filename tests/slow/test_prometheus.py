@@ -1,5 +1,5 @@
-"""A real Prometheus reads real routers and workers, and is asked every expression of every
-dashboard: none fails, and none is empty after a run in which everything happened that they show."""
+"""A real Prometheus scrapes real routers and workers and evaluates every expression of every
+dashboard. None fails, and none is empty after a run with every kind of event."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ import yaml
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
-from pdserve.metrics import family
+from pdserve.observe.metrics import family
 from pdserve.security.keys import hash_key, new_key
 from pdserve.v1 import worker_pb2 as w
-from tests.dashboards import generate
-from tests.patience import START_S, WAIT_S
-from tests.up_process import run_cli, up
-from workers.gpu import Gpus
+from tests.support.commands import run_cli
+from tests.support.dashboards import generate
+from tests.support.pdserve_up import up
+from tests.support.timeouts import START_S, WAIT_S
+from workers.metering.gpu_health import Gpus
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -84,7 +85,7 @@ class Prometheus:
 
 
 class Energy(Collector):
-    """What a router shows whose workers have a counter of energy."""
+    """Return the metrics of a router whose workers count energy."""
 
     def collect(self) -> Iterator[Metric]:
         kinds = ("prefill", "decode", "waste", "idle")

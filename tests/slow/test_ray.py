@@ -1,5 +1,5 @@
-"""pdserve on a Ray cluster of three hosts: a head without work and two nodes. Whatever dies, no
-answer is lost or wrong while a worker can give it, and what died comes back."""
+"""pdserve on a Ray cluster of three hosts: a head without work and two nodes. No death loses or
+changes an answer that another worker can give, and dead processes are restarted."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from pdserve import demo
 from pdserve.client import Client
 from pdserve.deploy.ray.spec import place_of
 from pdserve.types import SamplingParams
-from tests import netlab
-from tests.cluster import fake_answer
-from tests.netlab import Network
-from tests.patience import START_S, WAIT_S
+from tests.support.cluster import fake_answer
+from tests.support.network_namespaces import Network, missing_requirement
+from tests.support.timeouts import START_S, WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 util = pytest.importorskip(
     "ray.autoscaler._private.util", reason="needs Ray: make ray-install", exc_type=ImportError
 )
-WHY_NOT = netlab.why_not()
+WHY_NOT = missing_requirement()
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
@@ -161,9 +160,7 @@ class RayCluster:
 
     async def run(self, module: str, *words: str, code: int = 0) -> str:
         """Run a module of Python on the head; return what it prints."""
-        while not (found := psutil.Process(self._hosts[HEAD].pid).children()):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-        (first,) = found
+        (first,) = await wait_until(psutil.Process(self._hosts[HEAD].pid).children)
         inside = ["nsenter", f"--target={first.pid}", "-m", "-p", "env", f"-C{self._directory}"]
         process = await asyncio.create_subprocess_exec(
             *self.network.command(HEAD, [*inside, sys.executable, "-m", module, *words]),
@@ -182,12 +179,14 @@ class RayCluster:
 
     async def until_said(self, text: str, *words: str) -> None:
         """Run a module of Python on the head again and again, until it prints a text."""
-        async with asyncio.timeout(WAIT_S):
-            while text not in " ".join((await self.run(*words)).split()):  # noqa: ASYNC110
-                await asyncio.sleep(0.5)
+
+        async def is_said() -> bool:
+            return text in " ".join((await self.run(*words)).split())
+
+        await wait_until(is_said, pause_s=0.5)
 
     async def until_joined(self) -> None:
-        """Commands reach the head."""
+        """Wait until commands reach the head."""
         async with asyncio.timeout(START_S):
             while "no service" not in (out := await self._try_status()):
                 print(out)  # noqa: T201
@@ -226,7 +225,7 @@ class RayCluster:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
-        """A client that has the addresses of both routers."""
+        """Return a client with the addresses of both routers."""
         found = await self.until(lambda _: True)
         hosts = {self._at(host): host for host in NODES}
         async with AsyncExitStack() as stack:
@@ -264,7 +263,7 @@ class RayCluster:
                 stopped.set()
 
     def _prompt(self) -> list[int]:
-        """No two are the same."""
+        """Return a prompt that differs from all others."""
         self._asked += 1
         return [20 + (self._asked * 37 + x * x) % 200 for x in range(200)]
 
@@ -291,7 +290,7 @@ async def running(directory: Path) -> AsyncIterator[RayCluster]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RayCluster]:
-    """A cluster that keeps its state, with a service of one worker a role."""
+    """Start a cluster that keeps its state, with a service of one worker per role."""
     directory = tmp_path_factory.mktemp("ray")
     async with running(directory) as cluster:
         said = await cluster.pdserve("up", "--config", "service.yaml")
@@ -308,7 +307,7 @@ async def test_workers_are_added_and_drained_under_load(ray_cluster: RayCluster)
     assert "'encoder' is not one of" in await ray_cluster.pdserve("scale", "encoder=1", code=2)
 
 
-async def test_a_worker_that_is_killed_comes_back(ray_cluster: RayCluster) -> None:
+async def test_a_killed_worker_is_restarted(ray_cluster: RayCluster) -> None:
     await ray_cluster.scaled(2)
     async with ray_cluster.answers():
         (worker,) = ray_cluster.processes("pdserve-decode-0-")
@@ -316,7 +315,7 @@ async def test_a_worker_that_is_killed_comes_back(ray_cluster: RayCluster) -> No
     await ray_cluster.until(lambda found: found["decode-0"]["lives"] == 2)
 
 
-async def test_an_actor_that_is_killed_comes_back_with_its_worker(ray_cluster: RayCluster) -> None:
+async def test_a_killed_actor_is_restarted_with_its_worker(ray_cluster: RayCluster) -> None:
     before = await ray_cluster.scaled(2)
     async with ray_cluster.answers():
         (worker,) = ray_cluster.processes("pdserve-decode-1-")
@@ -325,7 +324,7 @@ async def test_an_actor_that_is_killed_comes_back_with_its_worker(ray_cluster: R
     await ray_cluster.until(lambda x: (x["decode-1"]["node"], x["decode-1"]["actor_pid"]) != old)
 
 
-async def test_the_controller_comes_back_and_finds_what_runs(ray_cluster: RayCluster) -> None:
+async def test_a_restarted_controller_finds_running_processes(ray_cluster: RayCluster) -> None:
     before = await ray_cluster.scaled(2)
     async with ray_cluster.answers():
         (controller,) = ray_cluster.processes("ray::Controller")
@@ -335,8 +334,8 @@ async def test_the_controller_comes_back_and_finds_what_runs(ray_cluster: RayClu
     assert {n: x["pid"] for n, x in after.items()} == {n: x["pid"] for n, x in before.items()}
 
 
-async def test_what_ran_on_a_node_that_dies_comes_back_elsewhere(ray_cluster: RayCluster) -> None:
-    """A router, too: the client has the addresses of both."""
+async def test_processes_of_a_dead_node_restart_elsewhere(ray_cluster: RayCluster) -> None:
+    """This includes a router: the client has the addresses of both."""
     before = await ray_cluster.scaled(4)
     both = {*map(ray_cluster.network.address, NODES)}
     for role in ("decode", "router"):
@@ -363,7 +362,8 @@ async def test_all_go_on_while_the_head_is_away(ray_cluster: RayCluster) -> None
 async def test_an_upgrade_replaces_all_and_loses_nothing(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """Of configuration and model, here a copy with the same name. The controller is killed, too."""
+    """Upgrade the configuration and the model, which is a copy with the same name. The controller
+    is killed too."""
     model = shutil.copytree(Path(demo.__file__).parent / "model", tmp_path / "model")
     before = await ray_cluster.scaled(2)
     changes = (f"--model={model}", "--model-name=pdserve-demo", "--set=router.policy=round_robin")
@@ -410,7 +410,7 @@ async def test_workers_follow_the_load(ray_cluster: RayCluster) -> None:
     await ray_cluster.upgrade()
 
 
-async def test_status_says_what_waits_for_a_node(ray_cluster: RayCluster) -> None:
+async def test_status_shows_processes_that_wait_for_a_node(ray_cluster: RayCluster) -> None:
     upgrade = asyncio.create_task(ray_cluster.upgrade("--cpus-per-worker=99", code=1))
     await ray_cluster.until_said("waiting for a node with 99 CPU free", *STATUS)
     # What an autoscaler adds nodes for.
@@ -424,16 +424,15 @@ async def test_down_leaves_no_process_no_actor_and_no_placement_group(
     ray_cluster: RayCluster,
 ) -> None:
     await ray_cluster.pdserve("down")
-    async with asyncio.timeout(WAIT_S):
-        while any(map(ray_cluster.processes, ("ray::Host", "ray::Controller"))):  # noqa: ASYNC110
-            await asyncio.sleep(0.2)
+    actors = ("ray::Host", "ray::Controller")
+    await wait_until(lambda: not any(map(ray_cluster.processes, actors)), pause_s=0.2)
     assert ray_cluster.processes("-m pdserve") == []
     assert "no service on this Ray cluster" in await ray_cluster.pdserve("status", code=1)
     await ray_cluster.until_said(f"0.0/{CPUS * len(NODES)}.0 CPU", RAY, "status")
 
 
 async def test_a_job_starts_a_service(ray_cluster: RayCluster) -> None:
-    """On a head with a dashboard, which jobs need; with a service packed on one node."""
+    """Jobs need a head with a dashboard. The service is packed on one node."""
     ray_cluster.kill(HEAD)
     ray_cluster.start(HEAD, dashboard=True)
     await ray_cluster.until_joined()

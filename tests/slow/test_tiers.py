@@ -1,9 +1,8 @@
-"""Tiers below the KV cache, on real vLLM: what the cache evicts comes back from host memory and
-files, exactly, also for other workers and after a restart, and never for another model."""
+"""Tiers below the KV cache on real vLLM. Evicted blocks return exactly from host memory and files,
+also to other workers and after a restart, and never to another model."""
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import stat
 from pathlib import Path
@@ -12,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from pdserve import rpc
+from kv_transfer.settings import ConnectorConfig
 from pdserve.config import RouterConfig, TiersConfig
+from pdserve.net import rpc
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.kinds import make_kind
-from tests.e2e.models import ModelSpec, make_model
-from tests.e2e.pair import BLOCK, Pair, params, prompt
-from tests.e2e.service import Asked, Service
-from tests.patience import WAIT_S
-from workers.vllm.settings import KvSettings
+from tests.support.engine_pair import BLOCK, EnginePair, params, prompt
+from tests.support.engines import EngineProcess, settings
+from tests.support.model_kinds import make_kind
+from tests.support.timeouts import WAIT_S, wait_until
+from tests.support.tiny_models import ModelSpec, make_model
+from tests.support.vllm_cluster import OpenRequest, VllmCluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,7 +41,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def expected(aggregated: EngineProcess) -> list[tuple[int, ...]]:
-    """The answers of an engine without tiers."""
+    """Return the answers of an engine without tiers."""
     return [(await aggregated.run(x, params())).token_ids for x in PROMPTS]
 
 
@@ -61,7 +60,8 @@ async def start(tiny_model: Path) -> AsyncIterator[Start]:
     ) -> EngineProcess:
         made = settings(
             model,
-            kv=KvSettings(name) if name else None,
+            kv=ConnectorConfig() if name else None,
+            instance_id=name,
             tiers=TiersConfig(
                 host_gib=1 / 32, disk_path=str(folder or ""), disk_gib=1 / 16 if folder else 0
             ),
@@ -79,11 +79,13 @@ async def start(tiny_model: Path) -> AsyncIterator[Start]:
         assert list(SHARED_MEMORY.glob(f"vllm_offload_pdserve-{engine.pid}-*")) == []
 
 
-async def ask(engine: EngineProcess | Pair, number: int, expected: list[tuple[int, ...]]) -> int:
+async def ask(
+    engine: EngineProcess | EnginePair, number: int, expected: list[tuple[int, ...]]
+) -> int:
     """Return the cached blocks of a prompt whose answer is that of an engine without tiers."""
     answer: Any = await engine.run(PROMPTS[number], params())
     assert answer.token_ids == expected[number]
-    report = (engine.last[0] if isinstance(engine, Pair) else answer).report
+    report = (engine.last[0] if isinstance(engine, EnginePair) else answer).report
     assert report.cached_tokens % BLOCK == 0
     return int(report.cached_tokens) // BLOCK
 
@@ -93,15 +95,13 @@ def files(folder: Path) -> list[Path]:
 
 
 async def until_stored(folder: Path, prompts: int) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while len(files(folder)) < prompts * BLOCKS:  # noqa: ASYNC110 - other processes write
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: len(files(folder)) >= prompts * BLOCKS)
 
 
 async def test_host_memory_returns_what_the_cache_evicted(
     start: Start, expected: list[tuple[int, ...]]
 ) -> None:
-    pair = Pair(await start("p"), await start("d"), "p")
+    pair = EnginePair(await start("p"), await start("d"), "p")
     assert [await ask(pair, number, expected) for number in range(4)] == [0] * 4
     assert [await ask(pair, number, expected) for number in range(4)] == [BLOCKS] * 4
     streams = [pair.submit(each, params()) for each in PROMPTS]
@@ -134,12 +134,12 @@ async def test_a_restarted_prefill_worker_of_a_service_has_its_prefixes(
 ) -> None:
     config = RouterConfig(http_port=0, grpc_port=0, policy="least_loaded", stop_grace_s=0.0)
     tiers = f"{{host_gib: 0.03125, disk_path: {folder}, disk_gib: 0.0625}}"
-    async with Service.start(config, tiny_model) as service:
+    async with VllmCluster.start(config, tiny_model) as service:
         await service.add("decode-0")
         for cached in (0, BLOCKS * BLOCK):
             await service.add("prefill-0", tiers=tiers)
             await service.until_ready()
-            asked = Asked(service, PROMPTS[0], params())
+            asked = OpenRequest(service, PROMPTS[0], params())
             (answer,) = await asked.end()
             assert answer.token_ids == expected[0]
             assert asked.last is not None
@@ -155,10 +155,10 @@ async def test_a_restarted_prefill_worker_of_a_service_has_its_prefixes(
 async def test_an_evicted_prompt_goes_to_the_worker_with_its_blocks_in_host_memory(
     tiny_model: Path,
 ) -> None:
-    """Each worker has room for three of the prompts in its cache, and for all in host memory."""
+    """The cache of a worker has room for three of the prompts, its host memory for all."""
     config = RouterConfig(http_port=0, grpc_port=0, policy="prefix_aware", stop_grace_s=0.0)
     length = ", max_model_len: 1024"
-    async with Service.start(config, tiny_model) as service:
+    async with VllmCluster.start(config, tiny_model) as service:
         for name in ("prefill-0", "prefill-1"):
             args = f"{length}, num_gpu_blocks_override: 60"
             await service.add(name, tiers="{host_gib: 0.0625}", engine_args=args)
@@ -168,7 +168,7 @@ async def test_an_evicted_prompt_goes_to_the_worker_with_its_blocks_in_host_memo
         async def ask(number: int) -> tuple[str, int, str]:
             """Return the prefill worker of a prompt, the tokens that it did not compute, and the
             request's id."""
-            asked = Asked(service, prompt(LENGTH, number), params())
+            asked = OpenRequest(service, prompt(LENGTH, number), params())
             await asked.end()
             assert asked.last is not None
             assert asked.last.usage is not None
@@ -189,24 +189,6 @@ async def test_an_evicted_prompt_goes_to_the_worker_with_its_blocks_in_host_memo
         assert in_tiers == holders[-1:]
 
 
-async def test_a_damaged_file_is_computed_again(
-    start: Start, expected: list[tuple[int, ...]], folder: Path
-) -> None:
-    first = await start("", folder)
-    assert await ask(first, 0, expected) == 0
-    await until_stored(folder, 1)
-    damaged = files(folder)[0]
-    content = bytearray(damaged.read_bytes())
-    content[5000] ^= 1
-    damaged.write_bytes(content)
-    other = await start("", folder)
-    assert await ask(other, 0, expected) < BLOCKS
-    await until_stored(folder, 1)
-    assert damaged.read_bytes() != content
-    third = await start("", folder)
-    assert await ask(third, 0, expected) == BLOCKS
-
-
 async def test_another_model_of_the_same_name_finds_nothing(
     start: Start, expected: list[tuple[int, ...]], folder: Path, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -224,7 +206,7 @@ async def test_another_model_of_the_same_name_finds_nothing(
 async def test_windows_beside_full_attention_come_from_files(
     start: Start, folder: Path, tmp_path: Path
 ) -> None:
-    model = make_kind(tmp_path / "model", "Gemma-2")
+    model = await make_kind(tmp_path / "model", "Gemma-2")
     answers, cached = [], []
     for _ in range(2):
         engine = await start("", folder, model)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import grpc
 import pytest
 
-from pdserve import framing, rpc
 from pdserve.client import Client
 from pdserve.config import (
     AccessConfig,
@@ -21,10 +21,12 @@ from pdserve.config import (
     TlsConfig,
     WorkerConfig,
 )
-from pdserve.rpc import Dialer
+from pdserve.errors import PermissionDenied
+from pdserve.net import framing, rpc
+from pdserve.net.rpc import Dialer
 from pdserve.security.keys import hash_key
 from pdserve.security.roles import Party, allowed
-from pdserve.security.tls import dialer, tls_dialer
+from pdserve.security.tls import dialer, server_context, tls_dialer
 from pdserve.types import SamplingParams, WorkerInfo
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import generation_pb2, worker_pb2
@@ -32,9 +34,10 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
+from router.fleet.connection import connect_over_tcp
 from router.main import RouterServer
-from tests.patience import WAIT_S
-from tests.pki import Ca
+from tests.support.pki import Ca
+from tests.support.timeouts import WAIT_S, wait_until
 from workers.registration import RegistrationRefused
 from workers.server import WorkerServer
 
@@ -42,14 +45,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Awaitable
     from pathlib import Path
 
-    from tests.pki import Files
+    from tests.support.pki import CertificateFiles
 
 DENIED, UNKNOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
 OK = grpc.StatusCode.OK
 ADMIN_KEY, TOKEN = "pd-an-admin-of-tests", "a-token-that-only-tests-have-got-1"
 
 
-def test_every_method_that_we_serve_is_for_somebody() -> None:
+def test_every_served_method_has_a_permitted_role() -> None:
     for module in (a, generation_pb2, worker_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
@@ -64,7 +67,7 @@ def test_every_method_that_we_serve_is_for_somebody() -> None:
 async def stack(
     router: RouterAccessConfig, worker: AccessConfig
 ) -> AsyncIterator[tuple[RouterServer, str, str, WorkerServer]]:
-    """A router and an aggregated worker that has registered: with their addresses."""
+    """Start a router and a registered aggregated worker. Yield them with their addresses."""
     async with AsyncExitStack() as exits:
         server = RouterServer(
             RouterConfig(http_port=0, grpc_port=0, stop_grace_s=0.0, access=router)
@@ -83,7 +86,7 @@ async def stack(
 
 @asynccontextmanager
 async def again(access: RouterAccessConfig, grpc_: str) -> AsyncIterator[RouterServer]:
-    """A router at the gRPC address of one that has stopped."""
+    """Start a router at the gRPC address of a stopped one."""
     port = int(grpc_.rpartition(":")[2])
     server = RouterServer(
         RouterConfig(http_port=0, grpc_port=port, stop_grace_s=0.0, access=access)
@@ -101,7 +104,7 @@ async def last(messages: AsyncIterable[Any]) -> None:
 
 
 async def may(caller: Dialer, router: str, info: WorkerInfo) -> set[str]:
-    """The methods that a caller gets into, whatever they then say of an empty request."""
+    """Return the methods that admit a caller, regardless of their answer to an empty request."""
     async with (
         caller.open_channel(router) as channel,
         caller.open_channel(info.address) as other,
@@ -130,7 +133,7 @@ async def may(caller: Dialer, router: str, info: WorkerInfo) -> set[str]:
 
 
 async def opens_session(caller: Dialer, info: WorkerInfo) -> bool:
-    """Whether the worker accepts a session of this caller."""
+    """Return True if the worker accepts a session of this caller."""
     host, _, port = info.session_address.rpartition(":")
     hello = w.Hello(router_id="r", instance_id=info.instance_id, token=caller.token)
     try:
@@ -161,7 +164,7 @@ ROUTERS = {"ListModels", "Session", "GetStatus", "Drain", "SetRole", "SettleRole
 ADMINS = {"ListModels", "ListWorkers", "Explain", "ChangeRole", "GetStatus", "Drain"}
 
 
-async def test_a_certificate_opens_what_its_role_is_for_and_no_more(tmp_path: Path) -> None:
+async def test_a_certificate_permits_only_the_calls_of_its_role(tmp_path: Path) -> None:
     ca = Ca(tmp_path)
     files = {name: ca.issue(name, role=name) for name in ("router", "worker", "admin")}
     files["client"] = ca.issue("client")
@@ -208,9 +211,9 @@ async def test_a_certificate_opens_what_its_role_is_for_and_no_more(tmp_path: Pa
 
 
 async def test_certificates_that_are_renewed_are_used_without_a_restart(tmp_path: Path) -> None:
-    """Under a new CA, so that no connection is made with a certificate of before."""
+    """Use a new CA, so that no connection is made with a former certificate."""
 
-    def issue() -> dict[str, Files]:
+    def issue() -> dict[str, CertificateFiles]:
         ca = Ca(tmp_path)
         return {name: ca.issue(name, role=name) for name in ("router", "worker", "admin")}
 
@@ -240,12 +243,9 @@ async def test_certificates_that_are_renewed_are_used_without_a_restart(tmp_path
             drain = a.DrainWorkerRequest(worker_id="w", force=True)
             assert await code_of(last(AdminStub(channel).DrainWorker(drain))) is OK
         await router.stop()
-        async with again(access, grpc_) as restarted, asyncio.timeout(WAIT_S):
-            while True:
-                member = restarted.fleet.members.get("w")
-                if member is not None and member.attached:
-                    return
-                await asyncio.sleep(0.01)
+        async with again(access, grpc_) as restarted:
+            members = restarted.fleet.members
+            await wait_until(lambda: "w" in members and members["w"].attached)
 
 
 async def test_without_certificates_a_shared_token_does_the_same(tmp_path: Path) -> None:
@@ -278,3 +278,44 @@ async def test_without_certificates_a_shared_token_does_the_same(tmp_path: Path)
         assert "requires role worker" in str(refused)
         assert TOKEN[::-1] not in str(refused)
         await intruder.stop()
+
+
+@pytest.mark.parametrize("role", ["worker", "router", ""])
+async def test_a_router_opens_sessions_with_workers_alone(tmp_path: Path, role: str) -> None:
+    """Otherwise any certificate of the CA with the right name would do, such as a client's."""
+    ca = Ca(tmp_path)
+    theirs, ours = ca.issue("theirs", role=role), ca.issue("ours", role="router")
+    heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            heard.set_result(await reader.read(1))
+        except OSError:
+            heard.set_result(b"")
+        writer.close()
+
+    def tls(files: CertificateFiles) -> TlsConfig:
+        return TlsConfig(cert_file=files.cert, key_file=files.key, ca_file=ca.path)
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0, ssl=server_context(tls(theirs)))
+    info: Any = SimpleNamespace(session_address=_address(server))
+    connect = connect_over_tcp(dialer(AccessConfig(tls=tls(ours))))
+    async with asyncio.timeout(WAIT_S), server:
+        if role == "worker":
+            await connect(info, Speaker)
+            assert await heard == b"h"
+            return
+        with pytest.raises(PermissionDenied, match="does not have the role worker"):
+            await connect(info, Speaker)
+        assert await heard == b""
+
+
+class Speaker(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"h")
+
+
+def _address(server: asyncio.Server) -> str:
+    host, port = server.sockets[0].getsockname()
+    return f"{host}:{port}"

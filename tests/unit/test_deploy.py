@@ -15,11 +15,11 @@ import yaml
 from jsonschema import Draft4Validator
 
 from pdserve.cli import build_parser
-from pdserve.cli.options import config_from
+from pdserve.cli.options import KEY_FILE_VARIABLE, config_from
 from pdserve.config import MOVE_S, UNPIN_S, Config
-from pdserve.metrics import METRICS
-from tests.kubernetes_api import rights_of
-from tests.up_process import ROOT
+from pdserve.observe.metrics import METRICS
+from tests.support.commands import ROOT
+from tests.support.kubernetes_api import rights_of
 
 schemas = pytest.importorskip("kubernetes_validate.utils")
 DEPLOY = ROOT / "deploy/kubernetes"
@@ -32,8 +32,8 @@ CHART_MAKER = runpy.run_path(str(CHART.parent / "generate.py"))
 OTHERS = "kustomization names monitors certificates scaledobjects route pdservice disaggregatedset"
 NO_SCHEMA = {CONFIG, *(path for name in OTHERS.split() for path in DEPLOY.rglob(f"{name}.yaml"))}
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
-# The last three minors that the installed schemas know.
-VERSIONS = list({x.rpartition(".")[0]: x for x in schemas.all_versions()}.values())[-3:]
+# The last minor that the installed schemas know, and the one two before it.
+VERSIONS = list({x.rpartition(".")[0]: x for x in schemas.all_versions()}.values())[-3::2]
 Found = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -64,9 +64,14 @@ def without_replicas(folder: Path) -> Path:
     return folder
 
 
+def documents(text: str) -> list[Any]:
+    """Return what YAML's parser in C reads: all manifests are read many times."""
+    return list(yaml.load_all(text, yaml.CSafeLoader))
+
+
 def workload(name: str) -> dict[str, Any]:
     for path in FILES:
-        for document in yaml.safe_load_all(path.read_text("utf-8")):
+        for document in documents(path.read_text("utf-8")):
             if (document["kind"], document["metadata"]["name"]) == ("Deployment", name):
                 return document["spec"]["template"]["spec"]
     raise AssertionError(f"no Deployment {name}")
@@ -79,7 +84,8 @@ def config_of(pod: dict[str, Any], *more: str, **injected: str) -> Config:
     words = " ".join((*container["args"], *more)).replace("/etc/pdserve/pdserve.yaml", str(CONFIG))
     values = {"POD_ROLE": "decode", "POD_IP": "10.1.2.3", "POD_NAME": "pdserve-decode-5f-x7"}
     values |= {"NODE": "node-1", "ZONE": "eu-1a", "REGION": ""}  # a label that is missing is empty
-    declared = {x["name"]: values[x["name"]] for x in container.get("env", ())}
+    fields = [x["name"] for x in container.get("env", ()) if "valueFrom" in x]
+    declared = {name: values[name] for name in fields}
     for name, value in (declared | injected).items():
         words = words.replace(f"$({name})", value)
     return config_from(build_parser().parse_args(words.split()))
@@ -88,7 +94,7 @@ def config_of(pod: dict[str, Any], *more: str, **injected: str) -> Config:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(DEPLOY)))
 def test_manifests_are_valid(path: Path, version: str) -> None:
-    for document in yaml.safe_load_all(path.read_text("utf-8")):
+    for document in documents(path.read_text("utf-8")):
         schemas.validate(document, version, strict=True)
 
 
@@ -109,8 +115,11 @@ def test_ports_are_those_of_the_configuration() -> None:
         assert {x["name"]: x["containerPort"] for x in container["ports"]} == ports
         probes = {x: container[x]["httpGet"] for x in container if x.endswith("Probe")}
         assert {x["port"] for x in probes.values()} == {next(x for x in ports if x != "grpc")}
-        assert probes["readinessProbe"]["path"] == "/ready"
-        assert probes["livenessProbe"]["path"] != "/ready"
+        # A router without workers for one model serves the others.
+        paths = {name.removesuffix("Probe"): x["path"] for name, x in probes.items()}
+        at_router = {"startup": "/ready", "readiness": "/health", "liveness": "/health"}
+        at_worker = {"startup": "/healthz", "readiness": "/ready", "liveness": "/healthz"}
+        assert paths == (at_router if name == "pdserve-router" else at_worker)
     assert worker.routers == (f"dns:pdserve-routers:{router.grpc_port}",)
 
 
@@ -146,6 +155,39 @@ def test_pods_have_no_rights(name: str) -> None:
     assert {"/tmp", "/home/pdserve"} <= {x["mountPath"] for x in container["volumeMounts"]}
 
 
+def bytes_of(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", text).groups()  # type: ignore[union-attr]
+    return int(number) << {"Mi": 20, "Gi": 30}[unit]
+
+
+@pytest.mark.parametrize(
+    "name", ["pdserve-router", "pdserve", "pdserve-scaler", "pdserve-operator"]
+)
+def test_a_pod_takes_no_more_of_its_node_than_is_said(name: str) -> None:
+    pod = workload(name)
+    (container,) = pod["containers"]
+    limits = {x: bytes_of(size) for x, size in container["resources"]["limits"].items()}
+    assert limits.keys() == {"memory", "ephemeral-storage"}
+    empty = [x["emptyDir"] for x in pod["volumes"] if "emptyDir" in x]
+    sizes: dict[str, int] = {"memory": 0, "ephemeral-storage": 0}
+    for volume in empty:
+        kind = "memory" if volume.get("medium") == "Memory" else "ephemeral-storage"
+        sizes[kind] += bytes_of(volume["sizeLimit"])
+    assert all(sizes[kind] < limits[kind] for kind in limits), "a full volume is not an eviction"
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    soon = {x["key"].rpartition("/")[2]: x["tolerationSeconds"] for x in pod["tolerations"]}
+    assert soon == {"unreachable": 10, "not-ready": 10}
+
+
+@pytest.mark.parametrize("name", ["scaler", "operator"])
+def test_a_process_that_looks_no_more_is_restarted(name: str) -> None:
+    pod = workload(f"pdserve-{name}")
+    (container,) = pod["containers"]
+    file = build_parser().parse_args(container["args"]).alive_file
+    assert str(file) in container["livenessProbe"]["exec"]["command"][-1]
+    assert str(file.parent) in {x["mountPath"] for x in container["volumeMounts"]}
+
+
 def render(folder: Path) -> Found:
     if CHART_MAKER["KUBECTL"] is None:
         pytest.skip("kubectl is not installed")
@@ -158,6 +200,11 @@ def render(folder: Path) -> Found:
 
 def pod_of(found: Found, role: str) -> dict[str, Any]:
     return found["Deployment", f"pdserve-{role}"]["spec"]["template"]["spec"]
+
+
+def secret_of(pod: dict[str, Any], volume: str) -> str:
+    (name,) = (x["secret"]["secretName"] for x in pod["volumes"] if x["name"] == volume)
+    return str(name)
 
 
 def mounted(role: str, found: Found) -> str:
@@ -181,6 +228,8 @@ def test_the_base_has_a_pool_for_each_role(base: Found) -> None:
         labels = spec["template"]["metadata"]["labels"]
         assert labels["app.kubernetes.io/component"] == role
         assert labels == spec["selector"]["matchLabels"] == budget["selector"]["matchLabels"]
+        # A drain does not wait for pods that are not ready.
+        assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
 def test_the_overlay_of_the_docs_changes_what_it_says(base: Found, tmp_path: Path) -> None:
@@ -196,7 +245,7 @@ def test_the_overlay_of_the_docs_changes_what_it_says(base: Found, tmp_path: Pat
         (container,) = spec["template"]["spec"]["containers"]
         assert spec["replicas"] == replicas
         assert container["image"].startswith("registry.example/pdserve-")
-        assert ("limits" in container["resources"]) == (role != "router")
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (role != "router")
 
 
 def test_tls_has_certificates_where_the_configuration_looks_for_them(tmp_path: Path) -> None:
@@ -207,11 +256,13 @@ def test_tls_has_certificates_where_the_configuration_looks_for_them(tmp_path: P
         pod = pod_of(found, role)
         config = config_of(pod)
         tls[kind] = getattr(config, kind).access.tls
-        (secret,) = (x["secret"]["secretName"] for x in pod["volumes"] if "secret" in x)
+        secret = secret_of(pod, "tls")
         (mount,) = (
             x["mountPath"] for x in pod["containers"][0]["volumeMounts"] if x["name"] == "tls"
         )
         assert tls[kind].is_mutual
+        access = getattr(config, kind).access
+        assert (access.worker_token_file, access.admin_key_file) == ("", "")
         files = tls[kind].cert_file, tls[kind].key_file, tls[kind].ca_file
         assert files == tuple(f"{mount}/{x}" for x in ("tls.crt", "tls.key", "ca.crt"))
         assert issued[secret]["uris"] == [f"urn:pdserve:role:{kind}"]
@@ -234,7 +285,55 @@ def test_tls_has_certificates_where_the_configuration_looks_for_them(tmp_path: P
     assert {x["issuerRef"]["name"] for x in issued.values()} <= issuers
 
 
-def test_scalers_and_routes_lead_to_what_there_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("component", ["scaler", "operator"])
+def test_no_pod_without_the_token_controls_a_router_or_worker(
+    component: str, tmp_path: Path
+) -> None:
+    found = render(without_replicas(overlay(tmp_path, component)))
+    secret = found["Secret", "pdserve-token"]
+    assert secret["type"] == "kubernetes.io/service-account-token"  # which has a key `token`
+    assert "data" not in secret
+    account = secret["metadata"]["annotations"]["kubernetes.io/service-account.name"]
+    assert ("ServiceAccount", account) in found
+    assert not any(account == x["name"] for o in found.values() for x in o.get("subjects", ()))
+    for role in ("router", "prefill", "decode", component):
+        pod = pod_of(found, role)
+        (container,) = pod["containers"]
+        (volume,) = (x for x in pod["volumes"] if "secret" in x)
+        assert volume["secret"]["secretName"] == "pdserve-token"
+        (mount,) = (x for x in container["volumeMounts"] if x["name"] == volume["name"])
+        file = f"{mount['mountPath']}/token"
+        config = config_of(pod)
+        access = config.router.access if role == "router" else config.worker.access
+        assert access.worker_token_file == file
+        if role == component:  # it serves nothing
+            continue
+        assert access.admin_key_file == file  # of the operator, and of commands in a router's pod
+        variables = {x["name"]: x.get("value") for x in container["env"]}
+        assert variables.get(KEY_FILE_VARIABLE) == (file if role == "router" else None)
+
+
+def test_clients_without_keys_may_use_the_names_of_the_service(base: Found, tmp_path: Path) -> None:
+    name = "pdserve"
+    assert ("Service", name) in base
+    found = render(overlay(tmp_path))
+    namespace = found["Service", name]["metadata"]["namespace"]
+    (text,) = (x["data"]["pdserve.yaml"] for k, x in base.items() if k[0] == "ConfigMap")
+    allowed = yaml.safe_load(text)["router"]["allowed_hosts"]
+    full = f"{name}.{namespace}.svc.cluster.local".split(".")
+    assert allowed == [".".join(full[:n]) for n in (1, 2, 3, 5)]
+
+
+def test_routers_use_the_store_of_the_secret(base: Found, tmp_path: Path) -> None:
+    assert config_of(pod_of(base, "router")).router.store == ""
+    pod = pod_of(render(overlay(tmp_path, "store")), "router")
+    (container,) = pod["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "pdserve-store"}}]
+    router = config_of(pod, STORE="postgresql://pdserve@db/x", STORE_FILES="s3://b/x").router
+    assert (router.store, router.store_files) == ("postgresql://pdserve@db/x", "s3://b/x")
+
+
+def test_scalers_and_routes_refer_to_existing_objects(tmp_path: Path) -> None:
     found = render(without_replicas(overlay(tmp_path, "keda", "gateway")))
     scaled = [x["spec"] for (kind, _), x in found.items() if kind == "ScaledObject"]
     assert len(scaled) == 2
@@ -255,13 +354,13 @@ def test_scalers_and_routes_lead_to_what_there_is(tmp_path: Path) -> None:
     assert set(shown) == {x.name for x in DEPLOY.parent.glob("dashboards/*.json")}
 
 
-def test_the_scaler_reaches_what_it_scales_and_nothing_else(tmp_path: Path) -> None:
+def test_the_scaler_may_change_only_what_it_scales(tmp_path: Path) -> None:
     folder = without_replicas(overlay(tmp_path, "scaler", "tls"))
     found = render(folder)
     pod = pod_of(found, "scaler")
     (container,) = pod["containers"]
     assert container["image"] == pod_of(found, "router")["containers"][0]["image"]
-    assert "limits" not in container["resources"]  # no GPU
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
     worker = config_of(pod).worker
     assert worker.routers == config_of(pod_of(found, "decode")).worker.routers
     assert worker.access.tls.is_mutual
@@ -275,6 +374,41 @@ def test_the_scaler_reaches_what_it_scales_and_nothing_else(tmp_path: Path) -> N
     assert (subject["namespace"], subject["name"]) == ("pdserve", pod["serviceAccountName"])
     names = {x for *_, names in rights_of(found["Role", "pdserve-scaler"]) for x in names}
     assert names == {"pdserve-prefill", "pdserve-decode", args.lease}
+
+
+@pytest.mark.parametrize(
+    ("user", "change", "is_denied"),
+    [
+        ("scaler", {"metadata": {"annotations": {"cost": "1"}}}, False),
+        ("scaler", {"spec": {"containers": [{"image": "evil"}]}}, True),
+        ("scaler", {"metadata": {"labels": {"app": "other"}}}, True),
+        ("scaler", {"metadata": {"ownerReferences": []}}, True),
+        ("other", {"spec": {"containers": [{"image": "v2"}]}}, False),
+    ],
+)
+def test_the_scaler_changes_annotations_of_pods_alone(
+    user: str, change: dict[str, Any], is_denied: bool
+) -> None:
+    cel = pytest.importorskip("cel", reason="needs common-expression-language")
+    text = (DEPLOY / "components/scaler/scaler.yaml").read_text("utf-8")
+    found = {x["kind"]: x for x in documents(text)}
+    policy = found["ValidatingAdmissionPolicy"]["spec"]
+    assert found["ValidatingAdmissionPolicyBinding"]["spec"] == {
+        "policyName": found["ValidatingAdmissionPolicy"]["metadata"]["name"],
+        "validationActions": ["Deny"],
+    }
+    metadata = {"labels": {"app": "pdserve"}, "ownerReferences": [{"name": "x"}], "annotations": {}}
+    old = {"metadata": metadata, "spec": {"containers": [{"image": "v1"}]}}
+    new = {
+        "metadata": metadata | change.get("metadata", {}),
+        "spec": change.get("spec", old["spec"]),
+    }
+    name = f"system:serviceaccount:pdserve:pdserve-{user}"
+    request = {"namespace": "pdserve", "userInfo": {"username": name}}
+    values = {"object": new, "oldObject": old, "request": request}
+    applies = all(cel.evaluate(x["expression"], values) for x in policy["matchConditions"])
+    allows = all(cel.evaluate(x["expression"], values) for x in policy["validations"])
+    assert (applies and not allows) == is_denied
 
 
 # sigs.k8s.io/lws/api/disaggregatedset/v1, as far as we use it; a template is a pod's.
@@ -366,10 +500,10 @@ def test_the_operator_has_templates_and_may_set_weights(tmp_path: Path) -> None:
     config = config_of(pod)
     assert config.worker.routers == config_of(pod_of(found, "decode")).worker.routers
     assert spec["model"] == config.worker.served_names[0]
-    (secret,) = (x["secret"]["secretName"] for x in pod["volumes"] if "secret" in x)
+    secret = secret_of(pod, "tls")
     issued = [x["spec"] for (kind, _), x in found.items() if kind == "Certificate"]
     assert [x["uris"] for x in issued if x["secretName"] == secret] == [["urn:pdserve:role:admin"]]
-    assert "limits" not in pod["containers"][0]["resources"]  # no GPU
+    assert "nvidia.com/gpu" not in pod["containers"][0]["resources"]["limits"]
     (subject,) = found["RoleBinding", "pdserve-operator"]["subjects"]
     assert (subject["namespace"], subject["name"]) == ("pdserve", pod["serviceAccountName"])
 
@@ -423,14 +557,14 @@ def test_the_chart_renders_the_base(base: Found) -> None:
     def rendered(values: dict[str, object]) -> Found:
         with helm.Chart.load(str(CHART)) as chart:
             (text,) = chart.render(values, name="pdserve", namespace="pdserve").values()
-        found = {(x["kind"], x["metadata"]["name"]): x for x in yaml.safe_load_all(text)}
+        found = {(x["kind"], x["metadata"]["name"]): x for x in documents(text)}
         return {(kind, plain(name)): x for (kind, name), x in found.items()}
 
     def plain(text: str) -> str:
         return re.sub(r"(pdserve-config)-[0-9a-z]{10}\b", r"\1", text)
 
     def same(found: Found) -> Any:
-        """With the configuration as values, and without the hash that its name ends with."""
+        """Return the objects with the configuration as values and without the hash in its name."""
         result = yaml.safe_load(plain(yaml.safe_dump(sorted(found.values(), key=str))))
         for document in result:
             if document["kind"] == "ConfigMap":

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.cli import build_parser
+
+if TYPE_CHECKING:
+    import argparse
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -16,7 +20,7 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/*/*.md")
     for path in ROOT.glob(pattern)
 )
-OURS = "pdserve|router|workers|kv_transfer|benchmarks|tests|docs|protos|deploy"
+OURS = "pdserve|router|workers|kv_transfer|benchmarks|tests|docs|protos|deploy|examples"
 FILE = re.compile(rf"`((?:{OURS})/[\w/.-]*\.\w+|(?:{OURS})/[\w/-]*/)`")
 PROGRAM = re.compile(rf"python -m ((?:{OURS})[\w.]*)")
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -58,9 +62,17 @@ def commands() -> list[object]:
     return [pytest.param(line, whole, id=f"{name}: {line}") for name, line, whole in sorted(found)]
 
 
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return build_parser()
+
+
 @pytest.mark.parametrize(("command", "is_whole"), commands())
 def test_every_command_parses(
-    command: str, is_whole: bool, capsys: pytest.CaptureFixture[str]
+    parser: argparse.ArgumentParser,
+    command: str,
+    is_whole: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     program, *words = shlex.split(command)
     if program == "make":
@@ -74,7 +86,7 @@ def test_every_command_parses(
         tried = [alternative if i in lists else word for i, word in enumerate(words)]
         error = ""
         try:
-            build_parser().parse_args(tried)
+            parser.parse_args(tried)
         except SystemExit as end:
             error = capsys.readouterr().err if end.code else ""
         is_named = bool(lists) or not is_whole

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections import OrderedDict
 from contextlib import asynccontextmanager
@@ -20,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from kv_transfer.snapshot import KvState
-from pdserve import prefix_hash
+from kv_transfer.protocol.snapshot import KvState
 from pdserve.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -32,7 +33,9 @@ from pdserve.errors import (
     UnsupportedField,
     WorkerFailed,
 )
+from pdserve.model import prefix_hash
 from pdserve.types import (
+    EngineLimits,
     FinishReason,
     KvEndpoint,
     KvLedger,
@@ -41,7 +44,6 @@ from pdserve.types import (
     TransferReport,
     WorkerLoad,
 )
-from workers.accounting import BusyTime, StepWork
 from workers.cache_mirror import CacheMirror
 from workers.engine import (
     NO_LORA,
@@ -49,20 +51,26 @@ from workers.engine import (
     EngineInfo,
     PoolingPhase,
     PrefillPhase,
+    StepResult,
+    StepResults,
+    check_render,
     check_work,
     ended_by,
-    ignore_cache,
 )
 from workers.fake import link, model
-from workers.fake.link import Handoff
+from workers.fake.link import FakeKv
+from workers.fake.render import render
 from workers.fake.settings import FakeSettings, matches
+from workers.metering.accounting import BusyTime, StepWork
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
+    from kv_transfer.settings import ConnectorConfig
     from pdserve.types import Adapter, ModelInfo, PositionLogprobs
-    from workers.engine import CacheCallback, FailureCallback, StepCallback, Work
-    from workers.fake.settings import FakeFaults, FakeKv
+    from pdserve.v1 import worker_pb2 as w
+    from workers.engine import Work
+    from workers.fake.settings import FakeFaults
 
 _MAX_REMEMBERED = 4096
 _BLOCK_BYTES = 4096  # as transfers report it
@@ -100,12 +108,12 @@ class Sequence:
         return len(self.work.prompt_token_ids) + len(self.generated)
 
     @property
-    def handoff(self) -> Handoff:
+    def handoff(self) -> FakeKv:
         """What another engine needs to continue after the last token."""
         assert self.kv is not None
-        return Handoff(self.kv, self.blocks, self.generated[-1])
+        return FakeKv(self.kv, self.blocks, self.generated[-1])
 
-    def receive(self, handoff: Handoff, report: TransferReport) -> None:
+    def receive(self, handoff: FakeKv, report: TransferReport) -> None:
         """Take KV and first token from a prefill, or the KV alone from an engine that decoded."""
         phase = self.work.phase
         if not (isinstance(phase, DecodePhase) and phase.live):
@@ -119,7 +127,7 @@ class Sequence:
         if len(self.generated) >= sampling.max_tokens:
             return self.end(StreamDelta(stream_id), FinishReason.LENGTH, now)
         if is_first := self.kv is None:
-            kv = model.kv_of(self.work.prompt_token_ids, self.work.adapter)
+            kv = model.kv_of(self.work.prompt_token_ids, self.work.adapter, self.work.media)
             self.kv = model.extend(kv, self.generated)
         else:
             self.kv = model.extend(self.kv, self.generated[-1:])
@@ -170,7 +178,7 @@ class _Transfer:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.work: Work | None = None
-        self.handoff: asyncio.Future[Handoff] = loop.create_future()
+        self.handoff: asyncio.Future[FakeKv] = loop.create_future()
         self.gone: asyncio.Future[str] = loop.create_future()
         self.lease: asyncio.TimerHandle | None = None
         self.is_in_flight = False
@@ -179,7 +187,7 @@ class _Transfer:
     def blocks(self) -> int:
         return self.handoff.result().blocks if self.handoff.done() else 0
 
-    async def wait(self, seconds: float, *what: asyncio.Future[Handoff]) -> None:
+    async def wait(self, seconds: float, *what: asyncio.Future[FakeKv]) -> None:
         """Wait for `what`, or for the time. Raises TransferFailed if the transfer ends first."""
         futures: set[asyncio.Future[Any]] = {self.gone, *what}
         await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -221,14 +229,23 @@ class FakeEngine:
     """State: sequences that wait for room, wait for KV, or run; KV that is held for transfers; the
     last deltas to report with the next step. `faults` may be set at any time."""
 
-    def __init__(self, info: ModelInfo, settings: FakeSettings | None = None) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        settings: FakeSettings | None = None,
+        kv: ConnectorConfig | None = None,
+        instance_id: str = "",
+    ) -> None:
+        """Without `kv`, KV cannot leave the engine; with it, peers know it by `instance_id`."""
         if info.vocab_size < model.MIN_VOCAB_SIZE:
             raise ConfigError(
                 f"vocab_size must be at least {model.MIN_VOCAB_SIZE}", field="vocab_size"
             )
-        self._model = info
         self._settings = settings = settings or FakeSettings()
-        self._kv = settings.kv
+        images = {"image": settings.max_images} if settings.max_images else {}
+        self._model = info = replace(info, modalities=images)
+        self._kv = kv
+        self._instance_id = instance_id
         self._faults: FakeFaults = settings
         self._free = settings.total_blocks
         self._waiting: dict[int, Sequence] = {}
@@ -243,23 +260,19 @@ class FakeEngine:
         self._steps = 0
         self._step_s = 0.0  # of the step under way
         self.busy = BusyTime()
+        self.results = StepResults()
         self._is_over = False
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()  # the step loop and fetches
         self._server: asyncio.Server | None = None
         self._address = ""
-        self._on_cache: CacheCallback = ignore_cache
-        self._on_step: StepCallback
-        self._on_failure: FailureCallback
 
-    def on_cache(self, callback: CacheCallback) -> None:
-        self._on_cache = callback
-
-    async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
+    async def start(self) -> EngineInfo:
         """Take `start_s`. Raises OSError if the KV address cannot be listened on."""
-        self._on_step, self._on_failure = on_step, on_failure
         settings = self._settings
         await asyncio.sleep(settings.start_s)
+        if settings.cannot_compute:
+            raise WorkerFailed("the engine cannot compute: a scripted fault")
         endpoint = await self._listen(self._kv) if self._kv else None
         self._spawn(self._run(), "fake-engine-steps")
         times = ("start_s", "prefill_s", "step_s", "transfer_s")
@@ -268,15 +281,14 @@ class FakeEngine:
             model=self._model,
             block_size=settings.block_size,
             total_blocks=settings.total_blocks,
-            max_num_seqs=settings.max_num_seqs,
+            limits=EngineLimits(settings.max_num_seqs, max_loras=settings.max_loras),
             kv=endpoint,
             settings={name: f"{getattr(settings, name):g}" for name in times},
-            max_loras=settings.max_loras,
         )
 
-    async def _listen(self, kv: FakeKv) -> KvEndpoint:
-        self._address = f"local:{kv.instance_id}"
-        if kv.host:
+    async def _listen(self, kv: ConnectorConfig) -> KvEndpoint:
+        self._address = f"local:{self._instance_id}"
+        if self._settings.listens:
             self._server = await asyncio.start_server(partial(link.serve, self.lend), kv.host, 0)
             self._address = f"{kv.host}:{self._server.sockets[0].getsockname()[1]}"
         _local[self._address] = self
@@ -303,6 +315,10 @@ class FakeEngine:
         self._faults = faults
         self._wake.set()
 
+    async def render(self, request: w.RenderRequest) -> w.RenderResponse:
+        check_render(request, self._model)
+        return render(request, self._model.vocab_size)
+
     def submit(self, work: Work) -> None:
         try:
             if self._is_over:
@@ -311,7 +327,7 @@ class FakeEngine:
         except PdserveError as error:
             self._ended.append(ended_by(work.stream_id, error))
             if self._is_over:
-                asyncio.get_running_loop().call_soon(self._report_ended)
+                self._report_ended()
         else:
             if isinstance(work.phase, PrefillPhase):
                 self._open_transfer(work.phase.transfer_id, work)
@@ -386,13 +402,14 @@ class FakeEngine:
         self._end(WorkerFailed("the engine was closed"))
         self._ended.clear()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.results.close()
 
     def crash(self) -> None:
         """The engine dies: its streams end with an error, its transfers fail."""
         if not self._is_over:
             self._end(WorkerFailed("the engine died"))
             self._report_ended()
-            self._on_failure(WorkerFailed("the fake engine died"))
+            self.results.put(StepResult(failure=WorkerFailed("the fake engine died")))
 
     def _end(self, error: PdserveError) -> None:
         self._is_over = True
@@ -410,7 +427,7 @@ class FakeEngine:
     def _report_ended(self) -> None:
         ended, self._ended = self._ended, []
         if ended:
-            self._on_step(ended)
+            self.results.put(StepResult(ended))
 
     @staticmethod
     def _now() -> float:
@@ -441,6 +458,10 @@ class FakeEngine:
         shape = work.shape
         self._step_s = settings.step_s + settings.prefill_s * shape.prefill_tokens
         self._step_s += settings.decode_s * shape.decode_reqs
+        if (token := self._faults.kill_on_token) and any(
+            token in x.work.prompt_token_ids for x in self._running.values()
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
         if planned:
             self.busy.begin(self._now())
         await asyncio.sleep(self._step_s)
@@ -456,9 +477,9 @@ class FakeEngine:
         if settings.clock_text:
             stamp = f"{time.monotonic():.6f} "
             deltas = [replace(x, text=stamp) if x.token_ids else x for x in deltas]
-        self._report_cache()
-        if deltas:
-            self._on_step(deltas)
+        change = None if self._cache is None else self._cache.take()
+        if deltas or change:
+            self.results.put(StepResult(deltas, change))
         return True
 
     def _admit(self) -> None:
@@ -515,11 +536,10 @@ class FakeEngine:
                 return delta
             self._drop(work.phase.transfer_id, "the answer ended at prefill")
         self._free += sequence.blocks
+        if self._cache is not None and delta.error is None:
+            whole = (*work.prompt_token_ids, *sequence.generated[:-1])
+            self._cache.keep(whole, work.adapter, work.cache_salt)
         return delta
-
-    def _report_cache(self) -> None:
-        if self._cache is not None and (change := self._cache.take()):
-            self._on_cache(change)
 
     def _blocks_needed(self, work: Work) -> int:
         """Return the blocks that `work` holds at its end. Raises the error that refuses it."""
@@ -548,7 +568,7 @@ class FakeEngine:
         if transfer_id not in self._gone:  # its consumer may have given up before
             self._transfers.setdefault(transfer_id, _Transfer()).work = work
 
-    def _lease(self, transfer_id: str, handoff: Handoff) -> None:
+    def _lease(self, transfer_id: str, handoff: FakeKv) -> None:
         """Hold computed blocks for the consumer until the lease ends."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None or self._kv is None:
@@ -572,10 +592,10 @@ class FakeEngine:
         self._wake.set()
 
     @asynccontextmanager
-    async def lend(self, transfer_id: str, instance_id: str) -> AsyncIterator[Handoff]:
+    async def lend(self, transfer_id: str, instance_id: str) -> AsyncIterator[FakeKv]:
         """Yield the KV of a transfer once it is computed and has "arrived"; release its blocks at
         the end, whatever the end is. Raises TransferFailed."""
-        if self._kv is None or instance_id != self._kv.instance_id:
+        if self._kv is None or instance_id != self._instance_id:
             raise TransferFailed("the prefill worker was restarted")
         if transfer_id in self._gone:
             raise TransferFailed(f"transfer {transfer_id}: {self._gone[transfer_id]}")
@@ -583,7 +603,7 @@ class FakeEngine:
         if transfer.is_in_flight:
             raise TransferFailed(f"transfer {transfer_id} is in flight already")
         try:
-            await transfer.wait(self._kv.pairing_s, transfer.handoff)
+            await transfer.wait(self._settings.pairing_s, transfer.handoff)
             if transfer.work is None or not transfer.handoff.done():
                 raise TransferFailed(f"transfer {transfer_id}: it is not known")
             transfer.is_in_flight = True
@@ -629,13 +649,12 @@ class FakeEngine:
             if self._cache is not None:
                 work = sequence.work
                 self._cache.keep(work.prompt_token_ids, work.adapter, work.cache_salt)
-                self._report_cache()
         del self._receiving[stream_id]
         sequence.fetch = None
         self._wake.set()
 
 
-async def _fetch(address: str, phase: DecodePhase) -> Handoff:
+async def _fetch(address: str, phase: DecodePhase) -> FakeKv:
     """Raises TransferFailed, OSError, ValueError."""
     transfer_id, instance_id = phase.transfer_id, phase.producer_instance_id
     if producer := _local.get(address):

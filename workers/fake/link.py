@@ -1,7 +1,7 @@
 """Transfers between fake engines of different processes: TCP, one connection a transfer.
 
 The consumer sends a transfer id and the producer's instance id as one line of JSON, and gets a
-Handoff, or the text of an error. The producer releases the blocks when the connection closes.
+FakeKv, or the text of an error. The producer releases the blocks when the connection closes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kv_transfer.protocol.link import DEAD_PEER_S
-from pdserve.dead_peer import detect_dead_peer
 from pdserve.errors import TransferFailed
+from pdserve.net.sockets import detect_dead_peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
-    Lend = Callable[[str, str], AbstractAsyncContextManager["Handoff"]]
+    Lend = Callable[[str, str], AbstractAsyncContextManager["FakeKv"]]
 
 
-class Handoff(msgspec.Struct, frozen=True):
+class FakeKv(msgspec.Struct, frozen=True):
     """What goes from prefill to decode: the KV (a digest), its size, the last token, and how long
     the transfer took after the prefill had ended."""
 
@@ -59,7 +59,7 @@ async def _answer(request: tuple[str, str], lend: Lend, writer: asyncio.StreamWr
         writer.write(msgspec.json.encode(error.message) + b"\n")
 
 
-async def fetch(address: str, transfer_id: str, instance_id: str) -> Handoff:
+async def fetch(address: str, transfer_id: str, instance_id: str) -> FakeKv:
     """Raises TransferFailed, OSError, ValueError."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(DEAD_PEER_S):
@@ -67,7 +67,7 @@ async def fetch(address: str, transfer_id: str, instance_id: str) -> Handoff:
     detect_dead_peer(writer.get_extra_info("socket"), DEAD_PEER_S)
     try:
         writer.write(msgspec.json.encode((transfer_id, instance_id)) + b"\n")
-        answer = msgspec.json.decode(await reader.readline(), type=Handoff | str)
+        answer = msgspec.json.decode(await reader.readline(), type=FakeKv | str)
     finally:
         writer.close()
     if isinstance(answer, str):

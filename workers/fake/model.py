@@ -16,7 +16,7 @@ from pdserve.types import PositionLogprobs, TokenLogprob
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from pdserve.types import SamplingParams
+    from pdserve.types import MediaItem, SamplingParams
 
 EOS = 2
 FIRST_WORD = 12
@@ -30,9 +30,10 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-def kv_of(token_ids: Sequence[int], adapter: str = "") -> bytes:
-    """Return the KV of a prompt: 8 bytes."""
-    return _digest(adapter.encode() + struct.pack(f"<{len(token_ids)}I", *token_ids))
+def kv_of(token_ids: Sequence[int], adapter: str = "", media: Sequence[MediaItem] = ()) -> bytes:
+    """Return the KV of a prompt: 8 bytes. It depends on the hashes of its media."""
+    hashes = "".join(f"{item.offset}/{item.hash}\0" for item in media)
+    return _digest((adapter + hashes).encode() + struct.pack(f"<{len(token_ids)}I", *token_ids))
 
 
 def extend(kv: bytes, token_ids: Iterable[int]) -> bytes:

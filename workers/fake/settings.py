@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated
 
-from msgspec import Meta, Struct, ValidationError, convert, structs
+from msgspec import Meta, Struct, ValidationError, convert
 
 from pdserve.errors import ConfigError
 
@@ -24,8 +24,12 @@ class FakeFaults(Struct, frozen=True, forbid_unknown_fields=True):
     fail_prefill: str = ""  # the prefill of such a request ends with worker_failed
     drop_transfer: str = ""  # the transfer of such a request fails
     delay_transfer_s: Seconds = 0.0  # is added to every transfer
+    cannot_compute: bool = (
+        False  # the engine fails when it computes for the first time, at its start
+    )
     stalled: bool = False  # the engine accepts requests and makes no step
     stall_at_step: Step = 0  # it makes neither this step nor later ones; from 1, 0 for never
+    kill_on_token: Step = 0  # a step with it in a prompt kills the process; 0 for never
     crash_at_step: Step = 0  # the engine dies at this step; from 1, 0 for never
 
     def stalls(self, step: int) -> bool:
@@ -36,17 +40,6 @@ def matches(pattern: str, request_id: str) -> bool:
     return bool(pattern) and fnmatchcase(request_id, pattern)
 
 
-class FakeKv(Struct, frozen=True):
-    """KV transfers. `pairing_s` is how long a consumer waits for the end of a prefill. Without
-    `host` only engines in this process can fetch."""
-
-    instance_id: str
-    host: str = "127.0.0.1"
-    lease_s: float = 30.0
-    pairing_s: float = 30.0
-    receive_timeout_s: float = 30.0
-
-
 class FakeSettings(FakeFaults, frozen=True, kw_only=True):
     """Settings, and the faults from the start on.
 
@@ -54,13 +47,15 @@ class FakeSettings(FakeFaults, frozen=True, kw_only=True):
     that decodes in it. With `clock_text`, tokens read as the time at which their step ended
     (CLOCK_MONOTONIC, s), so that a reader can tell their age. KV from producers whose instance ids
     match the pattern `far_producers` takes `far_transfer_s` longer. With `prefix_cache`, the blocks
-    of prompts are cached. `kv` is None if KV cannot leave the engine.
+    of prompts are cached. Prompts may have `max_images`. A consumer waits `pairing_s` for the end
+    of a prefill. Without `listens`, only engines in this process can fetch KV.
     """
 
     block_size: Count = 16
     total_blocks: Count = 4096
     max_num_seqs: Count = 64
     max_loras: Step = 0
+    max_images: Step = 0
     start_s: Seconds = 0.0
     prefill_s: Seconds = 0.0
     decode_s: Seconds = 0.0
@@ -70,13 +65,14 @@ class FakeSettings(FakeFaults, frozen=True, kw_only=True):
     far_producers: str = ""
     clock_text: bool = False
     prefix_cache: bool = False
-    kv: FakeKv | None = None
+    pairing_s: Seconds = 30.0
+    listens: bool = True
 
 
-def settings_from_args(args: Mapping[str, object], *, kv: FakeKv | None) -> FakeSettings:
+def settings_from_args(args: Mapping[str, object]) -> FakeSettings:
     """Read a worker's `engine_args`. Raises ConfigError."""
     try:
-        return structs.replace(convert(dict(args), FakeSettings), kv=kv)
+        return convert(dict(args), FakeSettings)
     except ValidationError as error:
         # "... unknown field `name`", or "... - at `$.name`".
         field = "engine_args." + re.findall(r"`\$?\.?(\w+)`", str(error))[-1]

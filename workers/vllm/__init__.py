@@ -1,1 +1,4 @@
-"""The engine on vLLM: all contact of this package with vLLM. Tried with vLLM 0.32.0."""
+"""The engine on vLLM: all use of vLLM by this package. Tested with vLLM 0.32.0.
+
+docs/vllm.md lists every patch and private name.
+"""

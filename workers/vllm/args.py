@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -10,6 +11,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from pydantic import TypeAdapter, ValidationError
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs, get_type_hints
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.usage.usage_lib import UsageContext
 
     from pdserve.config import TiersConfig
-    from workers.vllm.settings import KvSettings, VllmSettings
+    from workers.vllm.settings import VllmSettings
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ _DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
     "use_tqdm_on_load": False,
-    "language_model_only": True,  # the router takes text alone
+    "limit_mm_per_prompt": {"image": 8, "video": 0, "audio": 0},  # the router takes no others
 }
 # vLLM's own for GPUs depend on the GPU; those for a CPU suit a server with many cores.
 _CPU_DEFAULTS: dict[str, Any] = {
@@ -62,16 +64,19 @@ _CONNECTORS = {
 _TIERS = "kv_transfer.vllm.tiers"
 
 
-def kv_transfer_config(kv: KvSettings | None, tiers: TiersConfig) -> KVTransferConfig | None:
+def kv_transfer_config(settings: VllmSettings) -> KVTransferConfig | None:
     """Return the configuration of the connectors, the one that hands over first."""
     connectors = []
+    kv, tiers = settings.kv, settings.tiers
     if kv is not None:
-        connectors.append(_connector(*_CONNECTORS[kv.connector], kv.extra))
+        is_nixl = kv.connector == "nixl"
+        extra = {"kv_lease_duration": math.ceil(kv.lease_s)} if is_nixl else msgspec.to_builtins(kv)
+        connectors.append(_connector(*_CONNECTORS[kv.connector], extra))
     if tiers.host_gib:
         connectors.append(_connector("TierConnector", _TIERS, _tier_config(tiers)))
     if len(connectors) > 1:
         connectors = [_connector("MultiConnector", None, {"connectors": connectors})]
-    engine_id = None if kv is None else kv.instance_id
+    engine_id = None if kv is None else settings.instance_id
     return KVTransferConfig(**connectors[0], engine_id=engine_id) if connectors else None
 
 
@@ -132,8 +137,10 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         node_rank=settings.nodes.rank,
         master_addr=settings.nodes.master_addr or EngineArgs.master_addr,
         master_port=settings.nodes.master_port,
-        kv_transfer_config=kv_transfer_config(settings.kv, settings.tiers),
+        kv_transfer_config=kv_transfer_config(settings),
         kv_events_config=events_config(enabled=bool(args["enable_prefix_caching"])),
+        # vLLM's cache would take the fields that a decode worker gets for the whole image.
+        mm_processor_cache_gb=0,
         **args,
     )
 
@@ -170,7 +177,6 @@ def settings_in_effect(config: VllmConfig) -> dict[str, str]:
     scheduler, compilation = config.scheduler_config, config.compilation_config
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     found = {
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "enable_chunked_prefill": scheduler.enable_chunked_prefill,
         "async_scheduling": scheduler.async_scheduling,
         "enable_prefix_caching": cache.enable_prefix_caching,
@@ -188,11 +194,19 @@ def settings_in_effect(config: VllmConfig) -> dict[str, str]:
 
 
 def check_on_cpu(config: VllmConfig) -> None:
-    """Raise ConfigError if prompts would end the engine: to keep a prefix of a Mamba-2 model, vLLM
-    0.32 takes states from the middle of a prompt, which its CPU kernel does not return."""
+    """Raise ConfigError if prompts would end the engine. The gated delta net of vLLM 0.32 takes
+    bfloat16 alone. To keep a prefix of a Mamba-2 model, it takes states from the middle of a
+    prompt, which its CPU kernel does not return."""
     model = config.model_config
-    is_linear = "linear_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
-    if config.cache_config.mamba_cache_mode != "align" or is_linear:
+    if hasattr(model.hf_text_config, "linear_key_head_dim"):  # a gated delta net
+        if str(model.dtype) != "torch.bfloat16":
+            raise ConfigError(
+                f"engine_args.dtype must be bfloat16 for the gated delta net of this model on a "
+                f"CPU, not {str(model.dtype).removeprefix('torch.')}",
+                field="engine_args.dtype",
+            )
+        return
+    if config.cache_config.mamba_cache_mode != "align":
         return
     model_class, _ = model.registry.resolve_model_cls(model.architecture, model_config=model)
     shapes = model_class.get_mamba_state_shape_from_config(config)
@@ -226,5 +240,7 @@ def warn_of_cut_context(config: VllmConfig) -> None:
         logger.warning(
             "context cut from %d to %d tokens: the KV cache has %d MiB; "
             "worker.engine_args.kv_cache_memory_bytes sets its size",
-            *(whole, model.max_model_len, (size or 0) >> 20),
+            whole,
+            model.max_model_len,
+            (size or 0) >> 20,
         )

@@ -1,8 +1,8 @@
-"""vLLM's prefix cache from its own KV events. Tried with vLLM 0.32.0.
+"""Content of vLLM's prefix cache, from its KV events. Tested with vLLM 0.32.0.
 
-The scheduler gives the events of a step to its `kv_event_publisher`, which `CacheEvents` replaces.
-Two blocks can hold the same tokens, and vLLM reports `BlockRemoved` for the first one evicted
-although the other still serves; so a removed block is looked up in the block pool first.
+The scheduler passes the events of a step to its `kv_event_publisher`, which `CacheEvents` replaces.
+Two blocks can hold the same tokens. vLLM reports `BlockRemoved` for the first one evicted, although
+the other is still usable. A removed block is therefore looked up in the block pool first.
 
 Used: vllm/distributed/kv_events.py (EventPublisher, the events), vllm/v1/core/sched/scheduler.py
 (`kv_event_publisher`, `kv_cache_manager`), vllm/v1/core/block_pool.py (`get_cached_block`).
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 def events_config(*, enabled: bool) -> KVEventsConfig:
-    """Return engine arguments that enable events without a publisher of vLLM's."""
+    """Return engine arguments that enable or disable events, without a publisher of vLLM."""
     return KVEventsConfig(enable_kv_cache_events=enabled, publisher="null")
 
 
 class CacheEvents(EventPublisher):  # type: ignore[misc]
-    """State: events since the last `take`, and the mirror that they update."""
+    """Collector of KV events. State: events since the last `take`, and the mirror they update."""
 
     def __init__(self, mirror: CacheMirror, block_pool: Any, block_size: int) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
         self._events += events.events
 
     def shutdown(self) -> None:
-        """Part of the interface; nothing is open."""
+        """Do nothing: no resource is open. Required by the interface."""
 
     def take(self) -> CacheChange | None:
-        """Return what has changed, or None."""
+        """Return the change of the cache since the last call, or None."""
         if not self._events:
             return None
         events, self._events = self._events, []
-        # Those of host memory first: what this batch evicts from the cache has its hash still.
+        # Host memory first: blocks that this batch evicts from the cache still have their hash.
         for event in events:
             if getattr(event, "medium", None) == MEDIUM_CPU:
                 stored = isinstance(event, BlockStored)
@@ -81,9 +81,9 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
                 self._mirror.remove(key)
 
     def _salt_of(self, event: BlockStored) -> str | None:
-        """Return the cache salt of the blocks, "" without one, or None if other things than tokens,
-        adapter and salt identify them. `extra_keys` are what else is in their hashes: the name of
-        the adapter, images, the salt in the first block of a prompt, embeddings."""
+        """Return the blocks' cache salt, "" without one. Return None if tokens, adapter and salt do
+        not identify the blocks. `extra_keys` are the other inputs of vLLM's block hashes: adapter
+        name, images, embeddings, and the salt in the first block of a prompt."""
         adapter = () if event.lora_name is None else (event.lora_name,)
         first, *others = (tuple(x or ()) for x in event.extra_keys or ((),))
         salt = first[len(adapter) :] if event.parent_block_hash is None else ()
@@ -100,9 +100,11 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
 
 
 def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:
-    """Receive the events of this scheduler. Return None if tokens alone do not identify its blocks:
-    with sliding windows and hybrid models. With some drafts (EAGLE, MTP) vLLM uses one block less
-    than it has cached."""
+    """Subscribe to the events of this scheduler.
+
+    Return None if tokens alone do not identify its blocks (sliding windows, hybrid models). With
+    some drafts (EAGLE, MTP) vLLM uses one block less than it has cached.
+    """
     if not scheduler.enable_kv_cache_events:
         return None
     size = int(config.cache_config.block_size)

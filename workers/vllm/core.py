@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,17 +20,18 @@ import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.entrypoints.pooling.scoring.utils import compress_token_type_ids
 from vllm.exceptions import VLLMClientError
-from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.request import RequestStatus
 
 from kv_transfer.vllm.connector import first_of, handshake_in, snapshot_in, tier_token_s
 from kv_transfer.vllm.continuation import patch_runner_v1
-from kv_transfer.vllm.layout import check_model
+from kv_transfer.vllm.kv_layout import check_model
 from pdserve.errors import (
     InvalidRequest,
     PdserveError,
@@ -37,8 +39,9 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
-from pdserve.tokenizer import digest_of, read_files
+from pdserve.model.tokenizer import digest_of, read_files
 from pdserve.types import (
+    EngineLimits,
     ErrorInfo,
     FinishReason,
     HandoffStyle,
@@ -60,7 +63,7 @@ from workers.engine import (
     check_work,
     ended_by,
 )
-from workers.vllm import cache, sampling
+from workers.vllm import cache, media, sampling
 from workers.vllm.args import (
     check_on_cpu,
     is_cross_encoder,
@@ -72,15 +75,16 @@ from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.rank_links import RankLinks
 from workers.vllm.reasoning import set_gate
+from workers.vllm.self_test import check_computes, measure_steps
 from workers.vllm.speculation import UNSUPPORTED_FIELDS, mend_sampling
 from workers.vllm.steps import IdleSteps, StepWatch
 from workers.vllm.tokenizer import path_for_router
 
 if TYPE_CHECKING:
-    from kv_transfer.snapshot import KvSnapshot
+    from kv_transfer.protocol.snapshot import KvSnapshot
     from pdserve.types import Adapter, TransferReport
-    from workers.accounting import BusyTime
     from workers.engine import CacheChange, Work
+    from workers.metering.accounting import BusyTime
     from workers.vllm.settings import VllmSettings
 
 KvLook = Callable[[], "KvSnapshot"]
@@ -93,7 +97,7 @@ _FIELDS = {"prompt": "prompt_token_ids", "structured_outputs": "structured_outpu
 
 
 @dataclass(slots=True)
-class _Stream:
+class _EngineRequest:
     """An open request. `state` is vLLM's RequestState, `submitted` a monotonic time."""
 
     work: Work
@@ -110,8 +114,8 @@ class VllmCore:
     """
 
     def __init__(self, settings: VllmSettings, wake: Callable[[], None], busy: BusyTime) -> None:
-        """Load the model. `wake` is called, on any thread, when a step may find a change; steps
-        are counted in `busy`. Raises ConfigError, or what vLLM raises."""
+        """Load the model. `wake` is called, on any thread, when the engine has died; steps are
+        counted in `busy`. Raises ConfigError, or what vLLM raises."""
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
         # The context's defaults suit a server.
@@ -121,6 +125,8 @@ class VllmCore:
             check_model(config)
         if current_platform.is_cpu():
             check_on_cpu(config)
+        # As vLLM gives it to processes; with the engine, it will hold the model.
+        self.pickled_config = bytes(ForkingPickler.dumps(config))
         self._engine = LLMEngine(
             config, Executor.get_class(config), log_stats=True, usage_context=context
         )
@@ -139,7 +145,7 @@ class VllmCore:
         # The connector's half that runs with the model, if that is in this process.
         is_here = has_kv and has_kv_transfer_group()
         self._runner_half: Any = first_of(get_kv_transfer_group()) if is_here else None
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _EngineRequest] = {}
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_ids = itertools.count(1)
@@ -149,21 +155,29 @@ class VllmCore:
         self.is_idle = False
         self._idle = IdleSteps(in_flight=core.batch_queue_size)
         self.executor_died = ""  # how, once it has
-        self.steps, self._busy = StepWatch(self._scheduler, busy), busy
-        self._cache_events = cache.watch(self._scheduler, config, settings.model_names[0])
+        self._busy = busy
         try:
             self.info = self._describe(settings)
             self.load = self._read_load()
             kv = self.info.kv
             self._handoff = HandoffStyle.CONCURRENT if kv is None else kv.handoff
             nodes = settings.nodes
-            self._wakes = self._runner_half is not None and bool(self._runner_half.wake_with(wake))
-            if hasattr(self._executor, "workers"):  # processes
+            # Descriptors that are readable when a step would find that a transfer ended; () if the
+            # connector has none.
+            self.wakeups: tuple[int, ...] = ()
+            if self._runner_half is not None and self._runner_half.wakeup is not None:
+                self.wakeups = (self._runner_half.wakeup,)
+            if isinstance(self._executor, MultiprocExecutor):
                 host = nodes.host if nodes.count > 1 else "127.0.0.1"
-                self._ranks = RankLinks(self._executor, host, wake, self._note_lost_rank)
-                self._wakes = self._ranks.wakes
-            tick_with = getattr(self._runner_half, "tick_with", None)
-            self.steps.sees_layers = tick_with is not None and tick_with(self.steps.tick)
+                self._ranks = RankLinks(self._executor, host, self._note_lost_rank)
+                self.wakeups = self._ranks.wakeups
+            is_pooling = config.model_config.runner_type == "pooling"
+            check_computes(self._engine, self._pooling_of if is_pooling else None)
+            if not is_pooling:
+                measure_steps(self._engine, busy.recorder)
+            # From here on steps count as work, and the prefix cache is reported.
+            self.steps = StepWatch(self._scheduler, busy, self._runner_half)
+            self._cache_events = cache.watch(self._scheduler, config, settings.model_names[0])
             self._executor.register_failure_callback(self._note_executor_death)
         except BaseException:
             self.close()
@@ -184,7 +198,7 @@ class VllmCore:
 
     def _describe(self, settings: VllmSettings) -> EngineInfo:
         config = self._engine.vllm_config
-        model = config.model_config
+        model, is_cpu = config.model_config, config.device_config.device_type == "cpu"
         directory, made = Path(model.tokenizer), Path(self._tokenizer_dir.name)
         path = path_for_router(self._engine.get_tokenizer(), directory, made)
         return EngineInfo(
@@ -199,15 +213,21 @@ class VllmCore:
                 sampling_defaults=model.get_diff_sampling_param(),
                 tokenizer=digest_of(read_files(path)),
                 cross_encoder=is_cross_encoder(model),
+                modalities=media.limits_of(self._engine),
             ),
             block_size=config.cache_config.block_size,
             # Less the null block, which is all that a model without a KV cache has.
             total_blocks=max(1, int(config.cache_config.num_gpu_blocks) - 1),
-            max_num_seqs=config.scheduler_config.max_num_seqs,
+            limits=EngineLimits(
+                config.scheduler_config.max_num_seqs,
+                config.scheduler_config.max_num_batched_tokens,
+                config.lora_config.max_loras if config.lora_config else 0,
+            ),
             kv=self._endpoint(),
             settings=settings_in_effect(config),
-            max_loras=config.lora_config.max_loras if config.lora_config else 0,
             unsupported_fields=UNSUPPORTED_FIELDS if config.speculative_config else (),
+            device="cpu" if is_cpu else current_platform.get_device_name(),
+            gpus=0 if is_cpu else config.parallel_config.tensor_parallel_size,
         )
 
     def _endpoint(self) -> KvEndpoint | None:
@@ -249,8 +269,8 @@ class VllmCore:
         return tuple(self._executor.collective_rpc(snapshot_in, timeout=_RANKS_ANSWER_S))
 
     def is_woken(self) -> bool:
-        """Return whether all requests wait for transfers, and `wake` says when one progresses."""
-        if not self._wakes or self._connector is None:
+        """Return True if all requests wait for transfers, whose ends `wakeups` show."""
+        if not self.wakeups or self._connector is None:
             return False
         return bool(self._connector.ledger().transfers == len(self._scheduler.requests))
 
@@ -287,7 +307,7 @@ class VllmCore:
             phase = work.phase
             vllm_id = self._engine.add_request(
                 key,
-                tokens_input(list(work.prompt_token_ids), cache_salt=work.cache_salt or None),
+                media.to_engine_input(work),
                 self._pooling(phase, len(work.prompt_token_ids))
                 if isinstance(phase, PoolingPhase)
                 else sampling.to_vllm(work, transfer),
@@ -299,12 +319,15 @@ class VllmCore:
             self._engine.abort_request([key])  # vLLM may have registered it before it refused
             return [_refusal(work, error)]
         state = self._engine.output_processor.request_states[vllm_id]
-        stream = self._streams[work.stream_id] = _Stream(work, vllm_id, state, submitted)
+        stream = self._streams[work.stream_id] = _EngineRequest(work, vllm_id, state, submitted)
         if isinstance(phase, PoolingPhase):
             return []
         if stopped := sampling.feed(state, work.resume_token_ids):
             return [self._end_at_seam(stream, stopped)]
         return []
+
+    def _pooling_of(self, length: int) -> PoolingParams:
+        return self._pooling(PoolingPhase(second_text_at=length // 2), length)
 
     def _pooling(self, phase: PoolingPhase, length: int) -> PoolingParams:
         if not self.info.model.cross_encoder:
@@ -323,8 +346,8 @@ class VllmCore:
             self._connector.release(held)
 
     def export(self, stream_id: int, transfer_id: str) -> list[StreamDelta]:
-        """End a stream and hold its blocks for whoever presents `transfer_id`. Return its last
-        delta; none for an unknown stream."""
+        """End a stream and hold its blocks for the consumer that presents `transfer_id`. Return its
+        last delta; none for an unknown stream."""
         stream = self._streams.get(stream_id)
         if stream is None:
             return []
@@ -376,6 +399,7 @@ class VllmCore:
         outputs = self._engine.step()
         deltas = [self._delta(output) for output in outputs]
         deltas += self._take_arrivals()
+        deltas += self._end_uncomputable()
         self.load = self._read_load()
         # With nothing running, a step only looks after transfers.
         computed = bool(outputs or self._scheduler.running)
@@ -400,7 +424,19 @@ class VllmCore:
                     ended.append(self._end_at_seam(stream, stopped))
         return ended
 
-    def _end_at_seam(self, stream: _Stream, stopped: str) -> StreamDelta:
+    def _end_uncomputable(self) -> list[StreamDelta]:
+        """End preempted streams whose images are not here: the next step would compute them. A step
+        that preempts a request does not start it again."""
+        lacking = [x for x in self._streams.values() if not x.work.has_all_media]
+        ended = []
+        for stream in lacking:
+            if self._scheduler.requests[stream.vllm_id].status is RequestStatus.PREEMPTED:
+                self.cancel(stream.work.stream_id)
+                error = TransferFailed("the request was preempted, and its images are not here")
+                ended.append(ended_by(stream.work.stream_id, error))
+        return ended
+
+    def _end_at_seam(self, stream: _EngineRequest, stopped: str) -> StreamDelta:
         self.cancel(stream.work.stream_id)
         return StreamDelta(
             stream.work.stream_id,
@@ -442,7 +478,7 @@ class VllmCore:
             prompt_logprobs=self._prompt_logprobs(work, output),
         )
 
-    def _embedding(self, stream: _Stream, output: Any) -> StreamDelta:
+    def _embedding(self, stream: _EngineRequest, output: Any) -> StreamDelta:
         stream_id = stream.work.stream_id
         del self._streams[stream_id]
         vector = output.outputs.data.float().cpu().numpy().astype("<f4", copy=False)
@@ -462,13 +498,13 @@ class VllmCore:
         others = sampling.from_vllm_logprobs(scored, work.prompt_logprobs)
         return (PositionLogprobs(first), *others)
 
-    def _remember_held(self, stream: _Stream) -> None:
+    def _remember_held(self, stream: _EngineRequest) -> None:
         """Let a late cancel release the blocks. Forget streams whose blocks were fetched."""
         holds = self._connector.holds
         self._held = {s: vllm_id for s, vllm_id in self._held.items() if holds(vllm_id)}
         self._held[stream.work.stream_id] = stream.vllm_id
 
-    def _failure(self, stream: _Stream) -> ErrorInfo:
+    def _failure(self, stream: _EngineRequest) -> ErrorInfo:
         """vLLM reports only "error"; the request tells which error it can be."""
         if isinstance(stream.work.phase, DecodePhase):
             failure: ErrorInfo | None = self._connector.take_failure(stream.vllm_id)
@@ -495,7 +531,7 @@ def _finish_reason(reason: str) -> FinishReason:
     return FinishReason.STOP if reason == "repetition" else FinishReason(reason)
 
 
-def _report(stream: _Stream) -> PhaseReport:
+def _report(stream: _EngineRequest) -> PhaseReport:
     """Return the durations of the phases from vLLM's monotonic time stamps, 0 if not reached."""
     marks = stream.state.stats
     if not marks.scheduled_ts:

@@ -1,7 +1,7 @@
 """The Engine on vLLM: the event loop on one side, a thread that steps vLLM on the other.
 
-Requests and cancels go to the thread by an inbox; deltas come back in one call of `on_step` a step.
-The thread sleeps while the engine has nothing to do, and polls while only transfers are pending.
+Requests and cancels go to the thread by an inbox; each step sends one item to `results`. The thread
+sleeps while the engine has nothing to do, and polls while only transfers are pending.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from kv_transfer.snapshot import KvState
-from pdserve.errors import Unavailable, WorkerFailed
+from kv_transfer.protocol.snapshot import KvState
+from pdserve.errors import InternalError, PdserveError, Unavailable, WorkerFailed
 from pdserve.types import KvLedger
-from workers.accounting import BusyTime
-from workers.engine import ended_by, ignore_cache, ignore_progress
+from workers.engine import StepResult, StepResults, check_render, ended_by, ignore_progress
+from workers.metering.accounting import BusyTime
 from workers.vllm import progress
+from workers.vllm.grammar_guard import GrammarGuard
+from workers.vllm.render_pool import RenderPool
 from workers.vllm.settings import apply_environment
+from workers.vllm.sleep import StepSleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kv_transfer.snapshot import KvSnapshot
-    from pdserve.errors import PdserveError
-    from pdserve.types import Adapter, StreamDelta, WorkerLoad
-    from workers.engine import CacheCallback, EngineInfo, FailureCallback, StepCallback, Work
+    from kv_transfer.protocol.snapshot import KvSnapshot
+    from pdserve.types import Adapter, StreamDelta, StructuredOutput, WorkerLoad
+    from pdserve.v1 import worker_pb2 as w
+    from workers.engine import EngineInfo, Work
     from workers.vllm.core import KvLook, VllmCore
     from workers.vllm.settings import VllmSettings
 
@@ -53,11 +56,12 @@ class VllmEngine:
     ) -> None:
         """`on_progress` is called with what the start does, on the threads that do it."""
         self.busy = BusyTime()
+        self.results = StepResults()
         self._settings, self._on_progress = settings, on_progress
         self._lock = threading.Lock()
         self._inbox: deque[tuple[_Action, int | None]] = deque()  # with the id of a new stream
         self._end: PdserveError | None = None
-        self._wake = threading.Event()
+        self._sleep = StepSleep()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._core: VllmCore | None = None  # once loaded
@@ -65,34 +69,71 @@ class VllmEngine:
         self._kv_look: KvLook | None = None
         self._kv_ranks: tuple[KvSnapshot, ...] = ()
         self._is_looking = False
-        self._on_cache: CacheCallback = ignore_cache
+        self._guard: GrammarGuard | None = None  # once started
+        self._renders: RenderPool | None = None  # once started, if the model takes images
+        self._guarded: dict[int, asyncio.Task[None]] = {}  # by the stream that waits
         self._loop: asyncio.AbstractEventLoop
-        self._on_step: StepCallback
-        self._on_failure: FailureCallback
 
-    def on_cache(self, callback: CacheCallback) -> None:
-        self._on_cache = callback
-
-    async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
+    async def start(self) -> EngineInfo:
         """Load the model. Raises ConfigError for our settings, and vLLM's errors."""
         if self._thread is not None:
             raise RuntimeError("this engine was started already")
         self._loop = asyncio.get_running_loop()
-        self._on_step, self._on_failure = on_step, on_failure
         started: Future[EngineInfo] = Future()
         started.set_running_or_notify_cancel()
         run = threading.Thread(target=self._run, args=(started,), name="vllm-step", daemon=True)
         self._thread = run
         run.start()
-        return await asyncio.wrap_future(started)
+        info = await asyncio.wrap_future(started)
+        assert self._core is not None
+        self._guard = GrammarGuard(self._core.pickled_config)
+        if info.model.modalities:
+            self._renders = RenderPool(self._core.pickled_config)
+        return info
+
+    async def render(self, request: w.RenderRequest) -> w.RenderResponse:
+        assert self._core is not None, "start it first"
+        check_render(request, self._core.info.model)
+        assert self._renders is not None
+        return await self._renders.render(request)
 
     def submit(self, work: Work) -> None:
-        submitted = time.monotonic()
+        submitted, constraint = time.monotonic(), work.sampling.structured_output
+        if constraint is None:
+            self._add(work, submitted)
+            return
+        assert self._guard is not None, "start it first"
+        if self._guard.has_accepted(constraint):
+            self._add(work, submitted)
+        else:
+            adding = self._add_after(self._guard, constraint, work, submitted)
+            self._guarded[work.stream_id] = self._loop.create_task(adding)
+
+    async def _add_after(
+        self, guard: GrammarGuard, constraint: StructuredOutput, work: Work, submitted: float
+    ) -> None:
+        """Give `work` to the step thread after the guard accepted its constraint."""
+        try:
+            await guard.check(constraint)
+        except PdserveError as error:
+            self.results.put(StepResult([ended_by(work.stream_id, error)]))
+        except Exception:  # noqa: BLE001 - the stream has to end
+            _log.exception("the constraint of request %s", work.request_id)
+            failure = InternalError("the worker could not compile the grammar")
+            self.results.put(StepResult([ended_by(work.stream_id, failure)]))
+        else:
+            self._add(work, submitted)
+        finally:
+            self._guarded.pop(work.stream_id, None)
+
+    def _add(self, work: Work, submitted: float) -> None:
         if not self._put(lambda core: core.add(work, submitted), work.stream_id):
             assert self._end is not None
-            self._loop.call_soon(self._on_step, [ended_by(work.stream_id, self._end)])
+            self.results.put(StepResult([ended_by(work.stream_id, self._end)]))
 
     def cancel(self, stream_id: int) -> None:
+        if (task := self._guarded.pop(stream_id, None)) is not None:
+            task.cancel()
         self._put(lambda core: core.cancel(stream_id))
 
     def export(self, stream_id: int, transfer_id: str) -> None:
@@ -127,7 +168,7 @@ class VllmEngine:
             if self._end is not None:
                 return False
             self._inbox.append((action, new_stream_id))
-        self._wake.set()
+        self._sleep.wake()
         return True
 
     def load(self) -> WorkerLoad | None:
@@ -150,12 +191,17 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._closing = True
-        self._wake.set()
-        if self._thread is None:
-            return
-        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            _log.error("the engine did not end within %.0f s", _CLOSE_TIMEOUT_S)
+        self._sleep.wake()
+        if self._guard is not None:
+            await self._guard.close()
+        if self._renders is not None:
+            self._renders.close()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                _log.error("the engine did not end within %.0f s", _CLOSE_TIMEOUT_S)
+        self._sleep.close()
+        self.results.close()
 
     # Everything below runs on the step thread.
 
@@ -166,7 +212,7 @@ class VllmEngine:
             from workers.vllm.core import VllmCore
 
             with progress.reported(self._on_progress):
-                core = VllmCore(self._settings, self._wake.set, self.busy)
+                core = VllmCore(self._settings, self._sleep.wake, self.busy)
         except BaseException as error:  # noqa: BLE001 - raised by `start`
             self._stop(WorkerFailed("the engine did not start"), [])
             started.set_exception(error)
@@ -184,7 +230,7 @@ class VllmEngine:
                 failure = RuntimeError(core.executor_died)
         self._stop(end, core.open_streams)
         if failure is not None:
-            self._call(self._on_failure, failure)
+            self._emit(StepResult(failure=failure))
         try:
             core.close()
         except Exception:  # noqa: BLE001 - cleanup
@@ -192,28 +238,24 @@ class VllmEngine:
         self._ledger = KvLedger()
 
     def _serve(self, core: VllmCore) -> None:
+        for descriptor in core.wakeups:
+            self._sleep.watch(descriptor)
         while not self._closing:
             if core.executor_died:
                 raise RuntimeError(core.executor_died)
             if ended := self._take_inbox(core):
                 self._ledger = core.ledger()  # exported blocks are held
-                self._emit(ended)
+                self._emit(StepResult(ended))
             if not core.has_work():
                 self._ledger = core.ledger()
-                self._pause(None)
+                self._sleep.wait(None)
                 continue
             deltas = core.step()
             # Set before the deltas: a reader who has seen them sees this too.
             self._ledger = core.ledger()
-            if change := core.cache_change():
-                self._call(self._on_cache, change)
-            self._emit(deltas)
+            self._emit(StepResult(deltas, core.cache_change()))
             if core.is_idle:
-                self._pause(_TRANSFER_TICK_S if core.is_woken() else _POLL_S)
-
-    def _pause(self, timeout_s: float | None) -> None:
-        self._wake.wait(timeout_s)
-        self._wake.clear()  # before the inbox is read, so that no item is missed
+                self._sleep.wait(_TRANSFER_TICK_S if core.is_woken() else _POLL_S)
 
     def _take_inbox(self, core: VllmCore) -> list[StreamDelta]:
         with self._lock:
@@ -230,14 +272,14 @@ class VllmEngine:
             self._end = end
             waiting = [stream_id for _, stream_id in self._inbox if stream_id is not None]
             self._inbox.clear()
-        self._emit([ended_by(stream_id, end) for stream_id in [*open_streams, *waiting]])
+        self._emit(
+            StepResult([ended_by(stream_id, end) for stream_id in [*open_streams, *waiting]])
+        )
 
-    def _emit(self, deltas: Sequence[StreamDelta]) -> None:
-        if deltas:
-            self._call(self._on_step, deltas)
-
-    def _call(self, function: object, *args: object) -> None:
+    def _emit(self, result: StepResult) -> None:
+        if not (result.deltas or result.cache or result.failure):
+            return
         try:
-            self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(self.results.put, result)
         except RuntimeError:  # the loop is closed
             _log.debug("the event loop ended before the engine")

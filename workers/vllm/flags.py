@@ -1,6 +1,6 @@
-"""The flags of `vllm serve` as pdserve's configuration, read by vLLM's own parser.
+"""Conversion of `vllm serve` flags to pdserve's configuration, by vLLM's own parser.
 
-`python -m workers.vllm.flags WORDS` reads WORDS, a JSON list, and reports what `read` returns.
+`python -m workers.vllm.flags WORDS` parses WORDS, a JSON list, and reports the result of `read`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pdserve.config import DEMO_MODEL
+from pdserve.config import served_names
 from pdserve.errors import ConfigError
-from pdserve.local.child import add_child_options, served_process
+from pdserve.process.child import add_child_options, served_process
 from pdserve.security.keys import hash_key
 from pdserve.types import Role
 from workers.vllm.settings import RESERVED
@@ -23,7 +23,7 @@ from workers.vllm.settings import RESERVED
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-# Flags of vLLM's API server that are keys of ours.
+# Flags of vLLM's API server -> configuration keys of pdserve.
 _KEYS = {
     "host": "router.http_host",
     "port": "router.http_port",
@@ -31,9 +31,9 @@ _KEYS = {
     "ssl_certfile": "router.access.http_tls.cert_file",
     "ssl_keyfile": "router.access.http_tls.key_file",
 }
-# vLLM listens on all addresses; our gRPC port is the one after the HTTP port.
+# vLLM's defaults. It listens on all addresses. Our gRPC port is the HTTP port + 1.
 _HOST, _PORT = "0.0.0.0", 8000
-# Flags that may be given because pdserve always does what these values ask for.
+# Flags accepted with these values only, because pdserve always behaves so.
 _ALWAYS = {
     "api_server_count": 1,
     "data_parallel_size": 1,
@@ -47,15 +47,17 @@ _ALWAYS = {
     "headless": False,
     "pipeline_parallel_size": 1,
 }
-# Engine arguments that need an API server that honours them.
+# Engine arguments that only vLLM's API server implements.
 _OF_SERVER = frozenset({"reasoning_parser", "reasoning_parser_plugin"})
 _FLAG = re.compile(r"-(?![\d.])")  # a word that is a flag, not a negative number
 
 
 def read(words: Sequence[str]) -> dict[str, object]:
-    """Return the dotted keys that the words after `vllm serve` set, and `hf_token`, which belongs
-    in no configuration file. Raises ConfigError with vLLM's
-    message for a flag that it does not know, or naming one that pdserve cannot honour."""
+    """Return the configuration, by dotted key, for the words after `vllm serve`.
+
+    The result may contain `hf_token`, which must not be written to a configuration file. Raises
+    ConfigError with vLLM's message for an unknown flag, or naming an unsupported flag.
+    """
     common, words_by_role = _by_role(words)
     by_role = {}
     for role, role_words in words_by_role.items():
@@ -67,11 +69,13 @@ def read(words: Sequence[str]) -> dict[str, object]:
     model = given.pop("model_tag", None) or given.pop("model", None)
     if model is None:
         raise ConfigError("MODEL is required: a directory, or a name of the Hugging Face hub")
-    names = given.pop("served_model_name", None) or ([] if model == DEMO_MODEL else [model])
+    # vLLM serves a directory under its whole path, which stays an alias.
+    default = [*dict.fromkeys((*served_names(model, ()), model))]
+    names = given.pop("served_model_name", None) or default
     if revision := given.pop("revision", None):
         model = f"{model}@{revision}"
     keys: dict[str, object] = {"worker.model": model, "worker.model_names": names}
-    token = given.pop("hf_token", None)  # without a value: the token of `hf auth login`, as always
+    token = given.pop("hf_token", None)  # True: the token of `hf auth login`
     if isinstance(token, str):
         keys["hf_token"] = token
     keys["router.http_host"] = given.pop("host", None) or _HOST
@@ -87,7 +91,8 @@ def read(words: Sequence[str]) -> dict[str, object]:
 
 
 def _by_role(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the words without flags such as `--prefill.max-num-seqs 8`, and those by role."""
+    """Split off flags of one role, such as `--prefill.max-num-seqs 8`. Return the common words and
+    the words by role."""
     common: list[str] = []
     by_role: dict[str, list[str]] = {}
     flags_of = common
@@ -103,7 +108,7 @@ def _by_role(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _engine_args(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the engine arguments among parsed flags. Raises ConfigError for other flags."""
+    """Return the engine arguments from parsed flags. Raises ConfigError for other flags."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
@@ -125,13 +130,13 @@ def _engine_args(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
-    """Return the flags that are given, under vLLM's names, as plain values."""
+    """Return the given flags by vLLM's argument name, as plain values."""
     return vars(_parser().parse_args(["serve", *words], argparse.Namespace()))
 
 
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    """Return vLLM's parser, which reports only what was given."""
+    """Return vLLM's parser without defaults, so that the result has only the given flags."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
@@ -139,11 +144,11 @@ def _parser() -> argparse.ArgumentParser:
     except ModuleNotFoundError:  # vLLM 0.32
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    class FlagParser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
             raise ConfigError(message)
 
-    parser = Parser(prog="pdserve")
+    parser = FlagParser(prog="pdserve")
     serve = make_arg_parser(parser.add_subparsers().add_parser("serve"))
     for action in serve._actions:
         action.default = argparse.SUPPRESS
@@ -153,8 +158,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plain(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `parse` with the JSON value of the text instead of one of vLLM's classes, which a
-    configuration file cannot hold."""
+    """Wrap `parse` to return the JSON value of the text instead of an instance of vLLM's classes,
+    which a configuration file cannot contain."""
     from vllm.engine.arg_utils import _expand_json_human_readable_numbers
 
     @functools.wraps(parse)
@@ -167,7 +172,7 @@ def _plain(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse_plain
 
 
-def _main() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("words")
     add_child_options(parser)
@@ -177,4 +182,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    main()

@@ -1,5 +1,7 @@
-"""The part of a worker on a node other than its first: it runs ranks of the model, and has neither
-an engine nor a listener of its own. It is vLLM's headless mode (entrypoints/cli/serve.py)."""
+"""The follower of a multi-node worker: it runs ranks of the model, without an engine or listener.
+
+It corresponds to vLLM's headless mode (entrypoints/cli/serve.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from workers.vllm.settings import apply_environment
 if TYPE_CHECKING:
     from types import FrameType
 
-    from pdserve.local.child import Reports
+    from pdserve.process.child import Reports
     from workers.vllm.settings import VllmSettings
 
 logger = logging.getLogger(__name__)
@@ -24,10 +26,10 @@ class _Signalled(BaseException):
 
 
 def run_follower(settings: VllmSettings, head_timeout_s: float, reports: Reports) -> str:
-    """Run the ranks of this node until the head ends them. Return "" then, or why they ended.
+    """Run the ranks of this node until the head ends them. Return "", or the failure of a rank.
 
-    The first signal leaves the head `head_timeout_s` to drain, move its streams and end; a second
-    one ends the ranks at once, and with them the worker. Raises ConfigError, and what vLLM raises.
+    After a first signal, the head has `head_timeout_s` to drain, move its streams and end. A second
+    signal ends the ranks at once, which ends the worker. Raises ConfigError and vLLM's errors.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _raise)
@@ -51,7 +53,7 @@ def run_follower(settings: VllmSettings, head_timeout_s: float, reports: Reports
         except _Signalled:
             wait([rank.sentinel for rank in ranks], head_timeout_s)
     except _Signalled:
-        logger.info("ends before the head does")
+        logger.info("this node ends before the head does")
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""The `kv_transfer_params` of a request, for our connector or for one of vLLM's own.
+"""The `kv_transfer_params` of a request, for our connector or one of vLLM's.
 
-With a connector of vLLM's, decode starts after prefill: prefill keeps its KV and reports where it
-is, and decode gets that report. It travels as the opaque `kv_handle`, JSON in UTF-8.
+With a connector of vLLM, decode starts after prefill: prefill keeps its KV and reports its
+location. Decode receives this report as the opaque `kv_handle`, JSON in UTF-8.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
 
 
 def handle_of(params: Mapping[str, Any] | None) -> bytes:
-    """Return the handle for the KV that a prefill's output reports, or b""."""
+    """Return the KV handle from the output parameters of a prefill, or b""."""
     return json.dumps(params).encode() if params else b""
 
 

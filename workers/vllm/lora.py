@@ -1,4 +1,4 @@
-"""LoRA in the processes that run the model. Tried with vLLM 0.32.0 (vllm/lora/ops/torch_ops,
+"""LoRA in the processes that run the model. Tested with vLLM 0.32.0 (vllm/lora/ops/torch_ops,
 vllm/lora/punica_wrapper/punica_cpu.py, vllm/v1/executor/multiproc_executor.py)."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _OPERATIONS = ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink")
 
 
 def load_in(worker: Any, request: LoRARequest) -> str:
-    """Load an adapter in a process. Return why it cannot be loaded, or "".
+    """Load an adapter in this process. Return the error, or "".
 
-    Raised instead, an error would leave the answers of the other processes unread, and the executor
-    would take them for those to its next call.
+    Do not raise: the executor would leave the replies of the other processes unread, and take them
+    for the replies to its next call.
     """
     try:
         worker.add_lora(request)
@@ -30,10 +30,10 @@ def load_in(worker: Any, request: LoRARequest) -> str:
 
 
 def mend_lora(_worker: Any) -> None:
-    """Keep adapters away from tokens of the model itself (vllm#48421). Idempotent.
+    """Stop adapters from changing tokens without an adapter (vllm#48421). Idempotent.
 
-    Tokens without an adapter have the index -1. vLLM's kernels for GPUs skip them; those for CPUs
-    use it as an index of Python, and add what the adapter in the last slot computes.
+    Tokens without an adapter have the index -1. vLLM's GPU kernels skip them. Its CPU kernels use
+    -1 as a Python index and add the result of the adapter in the last slot.
     """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
@@ -55,7 +55,8 @@ def _skipping(operation: Callable[..., Any]) -> Callable[..., Any]:
         *more: Any,
         **options: Any,
     ) -> Any:
-        # Each is linear in its inputs, and adds the result to the output.
+        # Zero the inputs of these tokens: each operation is linear in its inputs and adds its
+        # result to the output.
         kept = torch.where(indices.unsqueeze(-1) >= 0, inputs, torch.zeros_like(inputs))
         return operation(kept, weights, output, indices, *more, **options)
 

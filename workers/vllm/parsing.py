@@ -1,7 +1,7 @@
 """Tool calls and reasoning in answers, found by vLLM's own parsers.
 
-What a parser finds depends on how an answer is cut: some lose arguments, or leak markup, if a delta
-holds several tokens (vllm#55082, vllm#47907). So they get one token a call, however tokens came.
+The result of a parser depends on how an answer is split into deltas: some parsers lose arguments or
+leak markup if a delta has several tokens (vllm#55082, vllm#47907). So each call gets one token.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HARMONY = {"openai", "openai_gptoss"}
-# Tokens before a delta that its text may depend on.
+# Number of preceding tokens on which the text of a delta may depend.
 _CONTEXT_TOKENS = 8
 
 
-class ParsedRequest:
-    """The answers to one request. `plan` is how the engine has to constrain them."""
+class RequestParsers:
+    """The answers to one request. `plan` is the constraint that the engine must apply."""
 
     def __init__(self, opened: p.OpenParser) -> None:
-        """Raises InvalidRequest for tools that cannot be used, ParserFailed if the parsers do not
-        fit the model."""
+        """Raises InvalidRequest for unusable tools, and ParserFailed if the parsers do not fit the
+        model."""
         values = json.loads(opened.request_json)
         choice = values.get("tool_choice", "none")
         self._one_call = values.get("parallel_tool_calls") is False
-        # The model is free in a call that it need not make, unless its tool is strict.
+        # An optional call is not constrained, unless its tool is strict.
         level = "auto" if choice in ("none", "auto") and not self._one_call else "parameter"
         names = (opened.tool_parser, opened.reasoning_parser)
         self.tokenizer = _tokenizer_of(opened.tokenizer)
         self._kind = _parser_class(opened.tokenizer, *names, level)
         self._template_kwargs = values.get("chat_template_kwargs") or {}
         self.prompt = list(opened.prompt_token_ids)
-        self._resume = list(opened.resume_token_ids)
         try:
             self.request: Any = ChatCompletionRequest(
                 model="", messages=[{"role": "user", "content": ""}], **values
@@ -78,7 +77,9 @@ class ParsedRequest:
             self.plan.structured_output.CopyFrom(_constraint(wanted))
             ended = self.request.resolve_reasoning_ended(parser, self.prompt)
             self.plan.after_reasoning = ended is False
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _ChoiceParsers] = {}
+        if opened.resume_token_ids:  # requests that resume have one answer
+            self._choices[0] = _ChoiceParsers(self, 0, opened.resume_token_ids)
 
     def make_parser(self) -> Parser:
         try:
@@ -91,46 +92,34 @@ class ParsedRequest:
             raise ParserFailed(str(error)) from None
 
     def parse(self, given: p.ParserInput) -> p.ParserOutput:
-        """Return what was found in what was `given`."""
+        """Parse the given tokens and return the new content, reasoning and tool calls."""
         choice = self._choices.get(given.index)
         if choice is None:
-            choice = self._choices[given.index] = _Choice(self, given.index, self._resume)
+            choice = self._choices[given.index] = _ChoiceParsers(self, given.index, ())
         output = choice.parse(given.token_ids, given.text, finished=given.finished)
         for call in list(output.tool_calls) if self._one_call else ():
-            if call.index:  # a parser without a structural tag cannot keep the model from more
+            if call.index:  # without a structural tag the model can make more calls: drop them
                 output.tool_calls.remove(call)
         return output
 
-    def check(self, last: p.ParserInput) -> p.ParserCheck:
-        """Compare with the parser's result for the whole answer, after its `last` input."""
-        try:
-            diverged = not last.truncated and self._choices[last.index].diverged()
-        except Exception:
-            logger.exception("the parser of the whole answer")
-            diverged = True
-        return p.ParserCheck(index=last.index, diverged=diverged)
 
+class _ChoiceParsers:
+    """One answer. State: its parser, and its tokens so far."""
 
-class _Choice:
-    """One answer. State: its parser, and all that came and was found so far."""
-
-    def __init__(self, parsed: ParsedRequest, index: int, resume: Sequence[int]) -> None:
+    def __init__(self, parsed: RequestParsers, index: int, resume: Sequence[int]) -> None:
         self._parsed, self._index = parsed, index
         self._parser = parsed.make_parser()
         self._token_ids: list[int] = []
-        self._text = self._reasoning = self._content = ""
-        self._calls: list[list[str]] = []  # name and arguments
         pieces = _pieces(parsed.tokenizer, resume, [])
         for token_id, piece in zip(resume, pieces, strict=True):
             self.parse([token_id], piece, finished=False)
 
     def parse(self, token_ids: Sequence[int], text: str, *, finished: bool) -> p.ParserOutput:
-        """Return what `token_ids` add, whose text may lag behind them."""
+        """Return the output that `token_ids` add. `text` may lag behind the tokens."""
         output = p.ParserOutput(index=self._index)
         parts = self._cut(list(token_ids), text)
         for number, (ids, piece) in enumerate(parts, 1):
             self._token_ids += ids
-            self._text += piece
             delta = self._parser.parse_delta(
                 piece,
                 ids,
@@ -145,7 +134,8 @@ class _Choice:
         return output
 
     def _cut(self, token_ids: list[int], text: str) -> list[tuple[list[int], str]]:
-        """Return single tokens with their texts, or all in one if the text does not tell."""
+        """Return single tokens with their texts, or all tokens as one piece if the texts of the
+        tokens do not add up to `text`."""
         if len(token_ids) < 2:
             return [(token_ids, text)]
         before = self._token_ids[-_CONTEXT_TOKENS:]
@@ -155,47 +145,18 @@ class _Choice:
         return [([x], piece) for x, piece in zip(token_ids, pieces, strict=True)]
 
     def _add(self, output: p.ParserOutput, delta: DeltaMessage) -> None:
-        reasoning, content = delta.reasoning or "", delta.content or ""
-        self._reasoning += reasoning
-        self._content += content
-        output.reasoning += reasoning
-        output.content += content
+        output.reasoning += delta.reasoning or ""
+        output.content += delta.content or ""
         for call in delta.tool_calls or ():
             name = (call.function and call.function.name) or ""
             arguments = (call.function and call.function.arguments) or ""
-            while call.index >= len(self._calls):
-                self._calls.append(["", ""])
-            self._calls[call.index][0] += name
-            self._calls[call.index][1] += arguments
             output.tool_calls.add(
                 index=call.index, id=call.id or "", name=name, arguments=arguments
             )
 
-    def diverged(self) -> bool:
-        """Return whether the parser finds something else in the whole answer."""
-        parser = self._parsed.make_parser()
-        parser.set_prompt_token_ids(self._parsed.prompt)
-        reasoning, content, calls = parser.parse(
-            self._text,
-            self._parsed.request,
-            enable_auto_tools=True,
-            model_output_token_ids=self._token_ids,
-        )
-        whole = [(call.name, _json(call.arguments)) for call in calls or ()]
-        streamed = [(name, _json(arguments)) for name, arguments in self._calls]
-        texts = ((reasoning, self._reasoning), (content, self._content))
-        return whole != streamed or any((x or "").strip() != y.strip() for x, y in texts)
-
-
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
 
 def _pieces(tokenizer: Any, token_ids: Sequence[int], before: list[int]) -> list[str]:
-    """Return the text that each token completes, after the tokens `before`."""
+    """Return for each token the text that it completes, given the preceding tokens `before`."""
     fast = getattr(tokenizer, "_tokenizer", None)
     if fast is None:
         return [tokenizer.decode([x], skip_special_tokens=False) for x in token_ids]
@@ -205,7 +166,7 @@ def _pieces(tokenizer: Any, token_ids: Sequence[int], before: list[int]) -> list
 
 @lru_cache(maxsize=16)
 def _tokenizer_of(directory: str) -> Any:
-    """Return the tokenizer whose files a router has."""
+    """Return the tokenizer in a router's directory."""
     if (Path(directory) / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(directory)
     return get_tokenizer(directory, tokenizer_mode="mistral")
@@ -213,7 +174,8 @@ def _tokenizer_of(directory: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _parser_class(path: str, tools: str, reasoning: str, level: str) -> type[Parser]:
-    """Raises ParserFailed if there are no such parsers, or if they do not fit the tokenizer."""
+    """Return the combined parser class. Raises ParserFailed if a parser is unknown or does not fit
+    the tokenizer."""
     try:
         kind: type[Parser] | None = ParserManager.get_parser(
             tool_parser_name=tools or None,

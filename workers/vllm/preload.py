@@ -1,4 +1,4 @@
-"""Import everything that a vLLM worker on a CPU needs, so that workers start from a fork."""
+"""Import of everything that a vLLM worker on a CPU needs, so that workers start by a fork."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import os
 from pathlib import Path
 
+from pdserve.process.entry_points import COMMANDS, entry_point
 from workers.vllm import settings
 from workers.vllm.settings import VllmSettings
 
@@ -13,7 +14,6 @@ _MODULES = (
     "workers.vllm.core",
     "workers.server",
     "workers.main",
-    "pdserve.cli",
     "kv_transfer.vllm.connector",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
@@ -21,10 +21,11 @@ _MODULES = (
 
 
 def preload() -> None:
-    """Import vLLM in the environment that every engine sets. A forked engine sets it again for its
-    own settings; of those, only the number of threads is read at import."""
+    """Import vLLM in the common environment of all engines. A forked engine sets the environment
+    again for its own settings; of those, vLLM reads only the number of threads at import."""
     os.environ.pop("OMP_NUM_THREADS", None)
     settings.apply_environment(VllmSettings(str(Path.cwd()), (), threads=1))
     for name in _MODULES:
         importlib.import_module(name)
+    entry_point(COMMANDS, "worker").load()  # what each fork runs
     settings.is_preloaded = True

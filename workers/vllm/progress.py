@@ -1,4 +1,4 @@
-"""Reports what vLLM logs while an engine starts: downloads, weights, compilation, graph capture."""
+"""Progress of an engine start, from vLLM's log: downloads, weights, compilation, graph capture."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def reported(report: Callable[[str], None]) -> Iterator[None]:
-    """Report the first line of each message of level INFO, on the thread that logs it. vLLM's own
-    handler keeps its level, so the log does not grow."""
+    """Report the first line of each INFO message in this context, on the thread that logs it.
+    vLLM's own handler keeps its level, so the log does not grow."""
     logger, lines = logging.getLogger("vllm"), _Lines(report)
     level = logger.level
     logger.addHandler(lines)

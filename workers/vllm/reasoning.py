@@ -1,6 +1,6 @@
-"""When the constraint on an answer begins: at its first token, or after its reasoning.
+"""The start of the constraint on an answer: at its first token, or after its reasoning.
 
-The router says it with each request. So all engines that a request comes to agree, and need no
+The router sends it with each request. All engines of a request therefore agree, and need no
 reasoning parser in their configuration.
 """
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def set_gate(scheduler: Any, vllm_id: str, gate: ReasoningGate | None) -> None:
-    """Tell a request that the scheduler has just taken when its constraint begins. Raises
-    InvalidRequest for a parser that vLLM does not have or that does not fit the model."""
+    """Set the start of the constraint for a request that the scheduler has just accepted. Raises
+    InvalidRequest for a parser that is unknown to vLLM or does not fit the model."""
     structured = scheduler.requests[vllm_id].structured_output_request
     if structured is None:
         return
@@ -33,5 +33,5 @@ def set_gate(scheduler: Any, vllm_id: str, gate: ReasoningGate | None) -> None:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         text = f"reasoning parser {gate.parser}: {error}"
         raise InvalidRequest(text, field="reasoning_gate") from error
-    # vLLM asks the request's own parser only if its configuration names one.
+    # vLLM uses the request's own parser only if its configuration names one, so set that.
     manager.reasoner_cls = manager.reasoner_cls or kind

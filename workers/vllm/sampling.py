@@ -1,9 +1,8 @@
-"""Sampling parameters to vLLM's, vLLM's logprobs to ours, and the text state of a request that
-another engine began.
+"""Conversion of sampling parameters and logprobs, and the text state of continued requests.
 
-vLLM makes text from tokens with state of its own (`RequestState`): a detokeniser (incomplete
-characters, text held back because a stop string may be forming) and the context of logprobs. A
-request that continues here has to be where the other engine was, without repeating text.
+vLLM keeps state to make text from tokens (`RequestState`): a detokeniser (incomplete characters,
+text held back because a stop string may be forming) and the context of logprobs. For a request that
+continues here, this state must equal that of the other engine, and no text may be repeated.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from workers.engine import PrefillPhase
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdserve.types import SamplingParams, StructuredOutput
+    from pdserve.types import StructuredOutput
     from workers.engine import Work
 
 
 def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
-    """`transfer` are the `kv_transfer_params`. Raises vLLM's validation error for values that it
-    does not take."""
+    """Convert the sampling parameters. `transfer` are the `kv_transfer_params`. Raises vLLM's
+    validation error for values that it refuses."""
     sampling = work.sampling
     min_tokens, max_tokens = sampling.min_tokens, sampling.max_tokens
-    if isinstance(work.phase, PrefillPhase):  # it stops one token after the resumed ones
+    if isinstance(work.phase, PrefillPhase):  # it samples one token after the resumed ones
         max_tokens = len(work.resume_token_ids) + 1
         min_tokens = min(min_tokens, max_tokens)
     return VllmSamplingParams(
@@ -51,7 +50,7 @@ def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
         prompt_logprobs=work.prompt_logprobs,
         logit_bias=dict(sampling.logit_bias) or None,
         skip_special_tokens=sampling.skip_special_tokens,
-        structured_outputs=_structured(sampling),
+        structured_outputs=structured_to_vllm(sampling.structured_output),
         detokenize=True,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": dict(transfer)} if transfer else None,
@@ -59,8 +58,7 @@ def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
     )
 
 
-def _structured(sampling: SamplingParams) -> StructuredOutputsParams | None:
-    wanted: StructuredOutput | None = sampling.structured_output
+def structured_to_vllm(wanted: StructuredOutput | None) -> StructuredOutputsParams | None:
     if wanted is None:
         return None
     values: dict[Constraint, dict[str, Any]] = {
@@ -79,8 +77,8 @@ def from_vllm_logprobs(
 ) -> tuple[PositionLogprobs, ...]:
     """Return the logprobs of a delta, with `count` alternatives.
 
-    vLLM gives one mapping a position: the sampled token first, then the best `count`, which may
-    include it.
+    vLLM has one mapping per position: the sampled token first, then the best `count` tokens, which
+    may include it.
     """
     found = []
     for entries in positions or ():
@@ -94,18 +92,18 @@ def from_vllm_logprobs(
 
 
 def feed(state: Any, token_ids: Sequence[int]) -> str | None:
-    """Take `token_ids` as generated and their text as sent.
+    """Record `token_ids` as generated and their text as sent.
 
-    Return the stop string that they complete, or None; with one, the answer had ended already.
+    Return the stop string that they complete, or None. With a stop string, the answer has ended.
     """
     detokenizer = state.detokenizer
     stopped = None
     for token_id in token_ids:
         stopped = stopped or detokenizer.update([token_id], False)
-    # This marks the text as sent, except for what the other engine held back too.
+    # Mark the text as sent, except the part that the other engine also held back.
     detokenizer.get_next_output_text(finished=False, delta=True)
-    # Later tokens' texts are made from the ids of the last few; vLLM reads nothing else of these
-    # entries, and cuts a delta's logprobs from the end of the list.
+    # vLLM needs the last few ids to make the texts of later tokens. It reads nothing else of these
+    # entries, and takes a delta's logprobs from the end of the list.
     logprobs = state.logprobs_processor.logprobs
     if logprobs is not None:
         for token_id in token_ids:
@@ -116,8 +114,8 @@ def feed(state: Any, token_ids: Sequence[int]) -> str | None:
 def held_back(state: Any, text: str) -> str:
     """Return the part of a last delta's `text` that may be sent if the answer continues elsewhere.
 
-    vLLM reports all text at the end of a request. Characters that may become a stop string stay
-    behind here: the next engine has them in its state.
+    vLLM releases all text at the end of a request. Characters that may become a stop string must
+    not be sent here, because the next engine has them in its state.
     """
     keep = state.detokenizer.stop_buffer_length
     return text[: max(0, len(text) - keep)]

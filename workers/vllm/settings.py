@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from kv_transfer.settings import from_extra_config
 from pdserve.config import TiersConfig
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kv_transfer.settings import ConnectorConfig
 
 # Engine arguments that follow from other settings, or that the engine's design rests on.
 RESERVED = frozenset(
@@ -38,20 +39,10 @@ RESERVED = frozenset(
         "master_addr",
         "master_port",
         "stream_interval",
+        "mm_processor_cache_gb",
         "skip_tokenizer_init",
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class KvSettings:
-    """KV transfers of this engine. `extra` is the connector's own configuration; `connector` is
-    `pdserve` or `nixl`; `host` is the address of NIXL's side channel."""
-
-    instance_id: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    connector: str = "pdserve"
-    host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +63,15 @@ class VllmSettings:
 
     `engine_args` are vLLM's `EngineArgs` by name, over the defaults of workers/vllm/args.py.
     `threads` is the size of the OpenMP pool; None leaves it alone. Without `kv` the engine serves
-    aggregated requests only. Raises ConfigError naming an engine argument that cannot be set.
+    aggregated requests only. With `kv`, peers know the engine by `instance_id`. Raises ConfigError
+    naming an engine argument that cannot be set.
     """
 
     model_path: str
     model_names: tuple[str, ...]
     threads: int | None = None
-    kv: KvSettings | None = None
+    kv: ConnectorConfig | None = None
+    instance_id: str = ""
     tiers: TiersConfig = field(default_factory=TiersConfig)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=Nodes)
@@ -134,7 +127,7 @@ def _context_bytes(model: Path) -> int:
 
 
 def memory_left_to_kv(
-    kv: KvSettings, args: Mapping[str, Any], total_bytes: int, default: float
+    kv: ConnectorConfig, args: Mapping[str, Any], total_bytes: int, default: float
 ) -> dict[str, float]:
     """Return `gpu_memory_utilization` without the memory that our transports may hold on the GPU,
     or nothing if the size of the KV cache is given. `default` is vLLM's. Raises ConfigError if
@@ -142,7 +135,7 @@ def memory_left_to_kv(
     if kv.connector != "pdserve" or args.get("kv_cache_memory_bytes"):
         return {}
     wanted = float(args.get("gpu_memory_utilization", default))
-    held_bytes = from_extra_config(kv.extra).device_bytes
+    held_bytes = kv.device_bytes
     left = wanted - held_bytes / total_bytes
     if left <= 0:
         raise ConfigError(
@@ -171,8 +164,8 @@ _UNLESS_SET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TOKENIZERS_PARALLELISM": "false",
-    # Models are directories by now (pdserve/hub.py). Set it to 0 for a model whose code is that of
-    # another repository.
+    # Models are directories by now (pdserve/model/hub.py). Set it to 0 for a model whose code is
+    # that of another repository.
     "HF_HUB_OFFLINE": "1",
 }
 

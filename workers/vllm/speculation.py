@@ -1,7 +1,8 @@
-"""Speculative decoding. Tried on vLLM 0.32.0 (CPU): n-gram, draft model, EAGLE, MTP;
+"""Speculative decoding. Tested with vLLM 0.32.0 (CPU): n-gram, draft model, EAGLE, MTP;
 suffix with arctic-inference 0.3.0.
 
-n-gram and suffix speculation have no KV of their own, so decode workers alone can use them.
+N-gram and suffix speculation have no KV of their own, so decode workers can use them while prefill
+workers do not.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ if TYPE_CHECKING:
     import torch
 
 
-# Sampling parameters that vLLM does not apply to tokens that it checks.
+# Sampling parameters that vLLM ignores when it verifies speculative tokens. Workers register them,
+# so that the router refuses them: the decode engine would refuse only after prefill has sampled.
 UNSUPPORTED_FIELDS = ("min_p", "logit_bias")
-# By method: the module it imports, and the package that has it.
+# Method -> (module that it imports, package that contains the module).
 _PACKAGES = {"ngram": ("numba", "numba"), "suffix": ("arctic_inference", "arctic-inference")}
 
 
 def check_packages(speculative_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError naming the package that the method lacks."""
-    # Without a method, vLLM takes these names of a model for one (config/speculative.py).
+    """Raise ConfigError if the package of the method is missing, with its name."""
+    # Without `method`, vLLM accepts these names as the model (config/speculative.py).
     method = str(speculative_config.get("method") or speculative_config.get("model")).strip("[]")
     module, package = _PACKAGES.get(method, ("", ""))
     if module and find_spec(module) is None:
@@ -37,10 +39,10 @@ def check_packages(speculative_config: Mapping[str, Any]) -> None:
 
 
 def mend_sampling(worker: Any) -> None:
-    """Make sampled requests right on a CPU; runs in each process that has a model.
+    """Correct speculative sampling on a CPU. Runs in each process that has a model.
 
     vLLM's CPU kernel expands temperature, top_k and top_p into a copy, so the sampler reads memory
-    that nobody wrote (vllm#55005, v1/sample/rejection_sampler.py `expand_batch_to_tokens`).
+    that was never written (vllm#55005, v1/sample/rejection_sampler.py `expand_batch_to_tokens`).
     """
     import torch
     from vllm.v1.sample import rejection_sampler

@@ -1,9 +1,9 @@
-"""What each step of vLLM's engine computes, how long it took, and whether the engine progresses.
+"""Work and duration of each step of vLLM's engine, and its progress.
 
-Contact with vLLM (0.32.0): `schedule` and `update_from_output` are replaced on the scheduler
-instance, because nothing that vLLM reports says how much of a prompt a step computes, and after
-which context. The engine core calls each once a step. With asynchronous scheduling, steps finish in
-the order in which they were scheduled.
+Patch of vLLM (0.32.0): `schedule` and `update_from_output` are replaced on the scheduler instance,
+because vLLM reports nowhere how much of a prompt a step computes, and after which context. The
+engine core calls each once per step. With asynchronous scheduling, steps finish in the order in
+which they were scheduled.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from workers.accounting import BusyTime, StepWork
+from workers.metering.accounting import BusyTime, StepWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.types import WorkerLoad
 
-# More are never on their way: the engine's own batch queue is shorter.
+# More steps are never in flight: the engine's own batch queue is shorter.
 _MAX_SCHEDULED = 16
-# In these first steps code may still be compiled, so they may take this long; so may a step with
-# more tokens than any before it, and every step of an engine that cannot report its layers.
+# The allowance of a step is UNKNOWN_S in the first COLD_STEPS steps, which may compile code, for a
+# step with more tokens than any before, and in an engine that cannot report its layers.
 COLD_STEPS = 16
 UNKNOWN_S = 60.0
-_FADE = 0.97  # of the longest step, at each step: a pause of the machine is forgotten
+_FADE = 0.97  # factor on the longest step at each step, to forget a pause of the machine
 
 
 class IdleSteps:
-    """Says when the step thread may sleep.
+    """Decides when the step thread may sleep.
 
     With asynchronous scheduling (vLLM's `step_with_batch_queue`, two steps `in_flight`) a step
-    returns what an earlier one found. So the thread makes that many steps after each sleep.
+    returns the results of an earlier one. The thread therefore runs at least that many steps after
+    each sleep. After one step only, it would sleep on KV that has arrived.
     """
 
     def __init__(self, *, in_flight: int) -> None:
@@ -41,7 +42,7 @@ class IdleSteps:
         self._without_output = 0
 
     def after_step(self, *, computed: bool) -> bool:
-        """Return True if nothing is left to find until something wakes the thread."""
+        """Return True if no step has results to return until the thread is woken."""
         self._without_output = 0 if computed else self._without_output + 1
         is_idle = self._without_output >= self._in_flight
         if is_idle:
@@ -49,23 +50,35 @@ class IdleSteps:
         return is_idle
 
 
-class StepWatch:
-    """The steps of one scheduler: their durations go to `busy`. For routers to detect a stall, a
-    count of steps and layers, and how long the step under way may show nothing.
+class LayerCounter(Protocol):
+    """A connector that counts the layers computed so far; None if it cannot."""
 
-    State: steps that are scheduled and not done, each with the time at which it could begin and how
-    long it may show nothing; when the last one was done. The time between two steps is part of the
-    second while requests run: it delays their tokens. The step thread writes, any thread reads.
+    layers_done: int | None
+
+
+class StepWatch:
+    """The steps of one scheduler. Their durations are added to `busy`. For the stall detection of
+    routers it reports a count of steps and layers, and the allowance of the current step: the time
+    it may run without progress before it counts as stalled.
+
+    State: the scheduled steps that are not done, each with its earliest start and its allowance;
+    the end of the last step. While requests run, the time between two steps counts for the second
+    one, because it delays their tokens. The step thread writes, any thread reads.
     """
 
     def __init__(
-        self, scheduler: Any, busy: BusyTime, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Any,
+        busy: BusyTime,
+        layers: LayerCounter | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sees_layers = False
+        """`layers` is None if the model runs in other processes."""
+        self._layers = layers
         self._clock = clock
         self._scheduled: deque[tuple[StepWork | None, float, float]] = deque(maxlen=_MAX_SCHEDULED)
         self._ended_at = 0.0
-        self._count = 0
+        self._count = -(self._layers_done or 0)  # the self-test's layers are no progress
         self._has_work = False
         self._allowance_s = 0.0
         self._steps = 0
@@ -97,28 +110,29 @@ class StepWatch:
         scheduler.schedule = watched_schedule
         scheduler.update_from_output = watched_update
 
+    @property
+    def _layers_done(self) -> int | None:
+        return None if self._layers is None else self._layers.layers_done
+
     def _allowed_s(self, tokens: int) -> float:
         if not tokens:
             return 0.0
         is_known = self._steps >= COLD_STEPS and tokens <= self._most_tokens
         self._most_tokens = max(tokens, self._most_tokens)
-        return self._longest_s if is_known and self.sees_layers else UNKNOWN_S
+        return self._longest_s if is_known and self._layers_done is not None else UNKNOWN_S
 
     def begin(self, *, has_work: bool) -> None:
-        """The engine core begins a step."""
+        """Record that the engine core starts a step."""
         self._has_work, self._began = has_work, self._clock()
 
     def pause(self) -> None:
-        """The engine does something that is no step and may take long."""
+        """Record that the engine starts slow work that is not a step."""
         self._allowance_s = UNKNOWN_S
 
-    def tick(self) -> None:
-        """A layer of the step has been computed."""
-        self._count += 1
-
     def end(self, *, computed: bool, has_work: bool) -> None:
-        """The engine core has returned; `computed` is False if it only looked after transfers."""
-        # With asynchronous scheduling, the next step is under way already.
+        """Record that the engine core has returned. `computed` is False if it only handled
+        transfers."""
+        # With asynchronous scheduling, the next step has started already.
         self._allowance_s = max((allowed_s for *_, allowed_s in self._scheduled), default=0.0)
         self._has_work = has_work
         if computed:
@@ -127,19 +141,18 @@ class StepWatch:
             self._longest_s = max(self._clock() - self._began, _FADE * self._longest_s)
 
     def add_to(self, load: WorkerLoad, *, has_more: bool) -> WorkerLoad:
-        """Return `load` with the progress; `has_more` if requests wait for their first step."""
+        """Return `load` with the progress. `has_more`: requests wait for their first step."""
         return replace(
             load,
-            progress=self._count,
+            progress=self._count + (self._layers_done or 0),
             has_work=self._has_work or has_more,
             step_allowance_s=self._allowance_s,
         )
 
 
 def work_of(output: Any) -> StepWork | None:
-    """Return the work of a step from vLLM's SchedulerOutput, None if it has none. A request with
-    one token to compute counts as decoding, and so does one whose further tokens are
-    speculative."""
+    """Return the work of a step from vLLM's SchedulerOutput, or None if it computes nothing. A
+    request counts as decoding if it computes one token, or if its other tokens are speculative."""
     scheduled, guessed = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
     cached = output.scheduled_cached_reqs
     parts = [(x.req_id, x.num_computed_tokens) for x in output.scheduled_new_reqs]

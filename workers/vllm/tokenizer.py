@@ -1,4 +1,4 @@
-"""The files of an engine's tokenizer that a router can use, without vLLM and transformers."""
+"""Tokenizer files that a router can read without vLLM and transformers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vllm.tokenizers.mistral import MistralTokenizer
 
 
 def path_for_router(tokenizer: Any, directory: Path, made: Path) -> Path:
-    """Return the tokenizer's directory, or `made`, to which `tokenizer.json` is written if the
-    model has only an older format. Return the file itself if it is of Mistral's own library."""
+    """Return the tokenizer's directory. If it has only an older format, write `tokenizer.json` to
+    `made` and return that. For a tokenizer of Mistral's library, return its file."""
     if isinstance(tokenizer, MistralTokenizer):
         return Path(get_one_valid_tokenizer_file([str(x) for x in directory.iterdir()]))
     if (directory / "tokenizer.json").is_file():

@@ -1,1 +1,1 @@
-"""A service on Kubernetes, which starts and ends the pods: how many there are, by load."""
+"""Services on Kubernetes: a scaler of replicas by load, and an operator with canary rollouts."""

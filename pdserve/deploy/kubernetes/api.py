@@ -1,4 +1,4 @@
-"""The API server of Kubernetes: every call has a deadline, and raises a PdserveError."""
+"""Client of the Kubernetes API server. Every call has a deadline, and raises a PdserveError."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ try:
     from lightkube import AsyncClient, KubeConfig
     from lightkube import ConfigError as KubeConfigError
     from lightkube.generic_resource import create_namespaced_resource
-    from lightkube.models.coordination_v1 import LeaseSpec as LeaseSpec  # for the files beside
+    from lightkube.models.coordination_v1 import LeaseSpec as LeaseSpec  # used by sibling modules
     from lightkube.models.meta_v1 import ObjectMeta as ObjectMeta
     from lightkube.resources.coordination_v1 import Lease as Lease
     from lightkube.resources.core_v1 import Pod as Pod
@@ -36,14 +36,15 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from pathlib import Path
 
     Fatal = type[PdserveError] | tuple[type[PdserveError], ...]
 
 logger = logging.getLogger(__name__)
 
 CALL_S = 3.0
-_LOOK_S = 2.0
-# Lightkube has their models; what a site wrote in a template is to be copied as it is.
+# Generic resources instead of lightkube's typed models, which would drop unknown fields. A site's
+# pod template must be copied unchanged.
 Deployment = create_namespaced_resource("apps", "v1", "Deployment", "deployments")
 PDService = create_namespaced_resource("pdserve.dev", "v1alpha1", "PDService", "pdservices")
 _ERRORS = {401: Unauthenticated, 403: PermissionDenied, 404: NotFound, 409: Conflict}
@@ -51,7 +52,8 @@ _TARGET = re.compile(r"([a-z0-9]+)\.(v[a-z0-9]+)\.([a-z0-9.-]+)/([a-z0-9][a-z0-9
 
 
 def connect() -> Any:
-    """Return a client of the namespace of the context in KUBECONFIG, or else of this pod."""
+    """Return a client for the namespace of the current context in KUBECONFIG, or of this pod if
+    that is not set. Raises ConfigError."""
     file = os.environ.get("KUBECONFIG")
     try:
         config = KubeConfig.from_file(file) if file else KubeConfig.from_env()
@@ -75,8 +77,15 @@ async def call(answer: Awaitable[Any]) -> Any:
         raise Unavailable(f"the API server of Kubernetes: {why}") from error
 
 
-async def repeat(look: Callable[[], Awaitable[None]], fatal: Fatal) -> NoReturn:
-    """Look until cancelled. Raises `fatal` errors; the next look goes on after others."""
+async def repeat(
+    look: Callable[[], Awaitable[None]],
+    fatal: Fatal,
+    alive_file: Path | None = None,
+    *,
+    pause_s: float = 2.0,
+) -> NoReturn:
+    """Call `look` repeatedly until cancelled. Raises `fatal` errors. Other errors are logged, and
+    the next call retries. Each call touches `alive_file` for a liveness probe."""
     failure = ""
     while True:
         before, failure = failure, ""
@@ -87,22 +96,29 @@ async def repeat(look: Callable[[], Awaitable[None]], fatal: Fatal) -> NoReturn:
                 raise
             failure = error.message
         if failure != before:
-            logger.warning("%s", failure or "works again")
-        await asyncio.sleep(_LOOK_S)
+            logger.warning("%s", failure or "recovered from the last error")
+        if alive_file is not None:
+            _touch(alive_file)
+        await asyncio.sleep(pause_s)
+
+
+def _touch(file: Path) -> None:
+    file.touch()  # fast enough for the event loop: the file is in memory or on a local disk
 
 
 async def merge(client: Any, kind: Any, name: str, change: dict[str, Any]) -> None:
-    """Merge `change` into an object. Raises Conflict if it has another `resourceVersion`."""
+    """Merge `change` into an object. If `change` has a `resourceVersion` that is no longer current,
+    raise Conflict."""
     await call(client.patch(kind, name, change, patch_type=PatchType.MERGE))
 
 
 def scale_of(text: str) -> tuple[Any, str]:
-    """Return the class of the `/scale` of TYPE.VERSION.GROUP/NAME, as kubectl writes it, and the
-    name. Raises ConfigError."""
+    """Parse TYPE.VERSION.GROUP/NAME, as kubectl writes it. Return the resource class of its
+    `/scale`, and the name. Raises ConfigError."""
     found = _TARGET.fullmatch(text)
     if found is None:
         known = "ROLE=TYPE.VERSION.GROUP/NAME, such as decode=deployments.v1.apps/pdserve-decode"
         refuse("--target", f"must be {known}, not {text!r}")
     plural, version, group, name = found.groups()
-    # No request to `/scale` has the kind in it.
+    # The kind does not matter, because no request to `/scale` contains it.
     return create_namespaced_resource(group, version, plural, plural).Scale, name

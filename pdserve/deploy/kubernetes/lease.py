@@ -1,4 +1,4 @@
-"""One leader among several processes, elected by a Lease as Kubernetes' own controllers do."""
+"""Leader election with a Lease, as in Kubernetes' own controllers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DURATION_S = 15
-# What the leader began before this has ended when another may lead.
+# A leader starts no write later than this after a renewal. Each call ends within CALL_S, so all its
+# writes have ended before another process can lead.
 _WRITES_FOR_S = DURATION_S - CALL_S - 2.0
 
 
 class LeaderLease:
-    """State: the version of the Lease seen last and since when, and when this process renewed it.
-    Times are of this process's clock alone, for those of others may be wrong."""
+    """This process's part in the election. State: the last seen version of the Lease, the time when
+    it was first seen, and the time of this process's last renewal. All times are from this
+    process's clock, because clocks of other machines may be wrong."""
 
     def __init__(self, client: Any, name: str, clock: Callable[[], float]) -> None:
         self._client = client
@@ -33,7 +35,7 @@ class LeaderLease:
 
     @property
     def is_held(self) -> bool:
-        """True if this process is the leader, and may begin to write."""
+        """True if this process is the leader and may start a write."""
         return self._clock() - self._renewed_at < _WRITES_FOR_S
 
     async def renew(self) -> bool:
@@ -48,7 +50,7 @@ class LeaderLease:
             left_s = self._seen_at + (spec.leaseDurationSeconds or DURATION_S) - now
             if spec.holderIdentity and left_s > 0:
                 return False
-        # Kubernetes wants six digits after the point.
+        # Kubernetes requires exactly six decimal places.
         time = datetime.now(UTC).isoformat(timespec="microseconds")
         change: dict[str, Any] = {"renewTime": time}
         if not is_ours:
@@ -58,15 +60,26 @@ class LeaderLease:
         try:
             metadata = {"resourceVersion": version}
             await merge(self._client, Lease, self._name, {"metadata": metadata, "spec": change})
-        except Conflict:  # another process was faster
+        except Conflict:  # another process took the lease first
             self._renewed_at = -math.inf
             return False
+        # Count from before the calls. Other processes count from when they see the renewal, so the
+        # lease ends here before it ends for them.
         self._renewed_at = now
         return self.is_held
+
+    async def release(self) -> None:
+        """Release the lease, so that another process can lead at once. Raises PdserveError."""
+        found = await self._get()
+        if (found.spec or LeaseSpec()).holderIdentity == self._identity:
+            self._renewed_at = -math.inf
+            metadata = {"resourceVersion": found.metadata.resourceVersion}
+            change = {"metadata": metadata, "spec": {"holderIdentity": ""}}
+            await merge(self._client, Lease, self._name, change)
 
     async def _get(self) -> Any:
         with suppress(NotFound):
             return await call(self._client.get(Lease, self._name))
-        with suppress(Conflict):  # another process made it
+        with suppress(Conflict):  # another process created it first
             await call(self._client.create(Lease(metadata=ObjectMeta(name=self._name))))
         return await call(self._client.get(Lease, self._name))

@@ -1,7 +1,7 @@
-"""Writes the numbers of workers on Kubernetes: those that `scaling.Scaler` decides, to `/scale`.
+"""Scaler of worker pools on Kubernetes. It writes the decisions of `scaling.Scaler` to `/scale`.
 
-Kubernetes chooses the pods that go, the cheapest first. So before there are fewer pods, each gets
-the number of its open streams as its cost.
+When Kubernetes scales down, it deletes the pods with the lowest deletion cost first. So before a
+scale-down, each pod's cost is set to its number of open streams.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.config import refuse
 from pdserve.deploy.kubernetes.api import Pod, call, merge
-from pdserve.deploy.scaling import Scaler
+from pdserve.deploy.scaling.scaler import Scaler
 from pdserve.errors import Conflict, NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from pdserve.config import ScalingConfig
     from pdserve.deploy.kubernetes.lease import LeaderLease
-    from pdserve.deploy.load import Load
-    from pdserve.deploy.scaling import Bounds
+    from pdserve.deploy.scaling.load import Load
+    from pdserve.deploy.scaling.scaler import Bounds
     from pdserve.types import Role
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ _TRIES = 5
 _COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
-class Pool(NamedTuple):
-    """The workers of one role: what has their number, and how many there may be."""
+class ScalablePool(NamedTuple):
+    """The workers of one role: the `/scale` resource class, its object's name, and the bounds."""
 
     scale: Any
     name: str
@@ -40,18 +40,19 @@ class Pool(NamedTuple):
 
 
 class ReplicaScaler:
-    """Follows the load while it holds the lease. State: the decisions since it got the lease."""
+    """Scales the pools by load while it holds the lease. State: the decisions since it acquired the
+    lease."""
 
     def __init__(
         self,
         client: Any,
         lease: LeaderLease,
-        pools: Mapping[Role, Pool],
+        pools: Mapping[Role, ScalablePool],
         rules: ScalingConfig,
         measure: Callable[[], Awaitable[Load]],
         clock: Callable[[], float],
     ) -> None:
-        """The pods of workers have the workers' names."""
+        """`measure` returns the load by worker name. A worker's pod must have the worker's name."""
         self._client = client
         self._lease = lease
         self._pools = pools
@@ -61,15 +62,18 @@ class ReplicaScaler:
         self._scaler: Scaler | None = None
 
     async def look(self) -> None:
-        """Renew the lease, look at the load, and write the numbers that differ.
+        """Renew the lease, measure the load, and write the replica counts that differ.
 
-        Raises ClientError if it lacks a right or a pool does not exist, ConfigError if the routers
-        would forget the model, another PdserveError if somebody does not answer."""
+        Raises ClientError if a permission or a pool is missing. With scale-to-zero, raises
+        ConfigError if no router has the model in `router.on_demand_models`, because they would
+        forget it. Raises another PdserveError if only some routers have it, or on no answer."""
         if not await self._lease.renew():
             self._scaler = None
             return
         load = await self._measure()
         if self._rules.to_zero_after_s and not load.on_demand:
+            if load.on_demand_somewhere:  # a rolling update of the routers may be in progress
+                raise Unavailable("waiting: router.on_demand_models of a router lacks the model")
             refuse(
                 "router.on_demand_models", "lacks the model, which would be lost at zero workers"
             )
@@ -85,11 +89,12 @@ class ReplicaScaler:
                 need = load.needs.get(role, "unknown")
                 logger.info("%s workers: %d instead of %d, need %s", role, wanted, before, need)
 
-    async def _get(self, pool: Pool) -> Any:
+    async def _get(self, pool: ScalablePool) -> Any:
         return await call(self._client.get(pool.scale, pool.name))
 
-    async def _set(self, pool: Pool, wanted: int, scale: Any, load: Load) -> None:
-        """Write a number of replicas over the one in `scale`, or over a later one."""
+    async def _set(self, pool: ScalablePool, wanted: int, scale: Any, load: Load) -> None:
+        """Write a replica count. If `scale` is out of date, read it again and retry. Raises
+        Unavailable after _TRIES conflicts."""
         for _ in range(_TRIES):
             if wanted < _replicas(scale):
                 await self._set_costs(load)
@@ -98,11 +103,11 @@ class ReplicaScaler:
             with suppress(Conflict):
                 return await self._write(pool.scale, pool.name, change)
             scale = await self._get(pool)
-        raise Unavailable(f"{pool.name} changed each time that its replicas were to be set")
+        raise Unavailable(f"{pool.name} changed during each of {_TRIES} attempts to scale it")
 
     async def _set_costs(self, load: Load) -> None:
         async def set_cost(pod: str, streams: int) -> None:
-            with suppress(NotFound):  # a worker that is not a pod here
+            with suppress(NotFound):  # the worker is not a pod of this namespace
                 await self._write(Pod, pod, {"metadata": {"annotations": {_COST: str(streams)}}})
 
         calls = (set_cost(*item) for item in load.streams.items())
@@ -112,9 +117,9 @@ class ReplicaScaler:
 
     async def _write(self, kind: Any, name: str, change: dict[str, Any]) -> None:
         if not self._lease.is_held:
-            raise Unavailable(f"the lease ended before {name} was written")
+            raise Unavailable(f"the lease expired before {name} was written")
         await merge(self._client, kind, name, change)
 
 
 def _replicas(scale: Any) -> int:
-    return int(scale.spec.replicas or 0)  # 0 is left out
+    return int(scale.spec.replicas or 0)  # Kubernetes omits a 0

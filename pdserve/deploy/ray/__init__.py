@@ -1,2 +1,2 @@
-"""A service on a Ray cluster. Ray places processes and restarts them; requests, tokens and KV never
+"""Services on a Ray cluster. Ray only places and restarts processes; requests, tokens and KV do not
 pass through it."""

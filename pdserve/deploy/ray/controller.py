@@ -1,12 +1,14 @@
-"""The controller: an actor that makes what runs like what is wanted, once a second.
+"""The controller: an actor that reconciles the running processes with the wanted service, once per
+second.
 
-What is wanted lies in the cluster's key-value store, and what runs is found by the names of actors.
-So the controller can die at any time: Ray starts it again, and it goes on.
+The wanted service is in the cluster's key-value store, and running processes are found by the names
+of their actors. So the controller can die at any time: Ray restarts it, and it continues.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +24,29 @@ from ray.experimental.internal_kv import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.config import WorkerConfig, parse
-from pdserve.deploy.load import Load, RouterLoads
+from pdserve.deploy.crash_loops import report_crash_loops
 from pdserve.deploy.ray.host import Host
 from pdserve.deploy.ray.rollout import Placed, choose_node, next_steps
-from pdserve.deploy.ray.spec import ServiceSpec, place_of
-from pdserve.deploy.scaling import Bounds, Scaler
-from pdserve.discovery import Discovery
+from pdserve.deploy.ray.spec import ServiceSpec, new_secrets, place_of, pool_of, role_of
+from pdserve.deploy.scaling.load import Load, RouterLoads
+from pdserve.deploy.scaling.scaler import Bounds, Scaler
 from pdserve.errors import PdserveError
+from pdserve.net.discovery import Discovery
 from pdserve.security.tls import dialer
+from pdserve.types import Role
+from pdserve.v1 import worker_pb2 as w
+from pdserve.wire import role_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from pdserve.deploy.ray.spec import ProcessSpec
+    from pdserve.net.rpc import Dialer
 
 NAMESPACE = "pdserve"
 CONTROLLER = "controller"
 _KEY = b"pdserve/service"
-_GROUP = "pdserve/"  # names of placement groups begin with it
+_GROUP = "pdserve/"  # prefix of the names of placement groups
 _LOOK_S = 1.0
 _ANSWER_S = 3.0
 _CONCURRENCY = 16
@@ -47,25 +54,29 @@ _MARGIN_S = 15.0
 _PENDING = {"ready": False, "doing": "does not answer", "node": ""}
 
 
-class Service(Struct, frozen=True):
-    """What is wanted; during an upgrade also what was wanted before. `nodes` are those on which
-    routers ran last: they keep their addresses. `refused` says why the last upgrade was undone."""
+class WantedService(Struct, frozen=True):
+    """The wanted service. `before`: the spec before an upgrade in progress. `nodes`: the last node
+    of each router, so that routers keep their addresses. `refused`: why the last upgrade was rolled
+    back. `secrets`: credentials created because none are configured; kept while the service runs.
+    """
 
     spec: ServiceSpec
     before: ServiceSpec | None = None
     nodes: dict[str, str] = {}
     refused: str = ""
+    secrets: dict[str, str] = {}
 
 
 class Controller:
-    """State: the service, the actors that exist, and what each said last."""
+    """The controller's actor. State: the service, the existing actors, and their last reported
+    states."""
 
     def __init__(self, spec: ServiceSpec) -> None:
         stored = _internal_kv_get(_KEY)
         if stored and ray.get_runtime_context().was_current_actor_reconstructed:
-            self._service = msgspec.json.decode(stored, type=Service)
+            self._service = msgspec.json.decode(stored, type=WantedService)
         else:
-            self._store(Service(spec))
+            self._store(WantedService(spec, secrets=new_secrets(spec)))
         self._hosts: dict[str, Any] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._stopping: dict[str, asyncio.Task[None]] = {}
@@ -75,9 +86,9 @@ class Controller:
         self._main = asyncio.get_event_loop().create_task(self._run())
 
     async def status(self) -> dict[str, Any]:
-        """Return the wanted counts and revision, models at zero workers, the state of every
-        process, whether an upgrade goes on, why the last one was undone, and why the last look
-        failed."""
+        """Return the wanted counts and revision, the models at zero workers, the state of every
+        process, whether an upgrade is in progress, why the last one was rolled back, and why the
+        last look failed."""
         service = self._service
         states = {name: self._states.get(name, _PENDING) for name in service.spec.processes()}
         for name in self._hosts.keys() - states.keys():
@@ -95,33 +106,37 @@ class Controller:
         }
 
     async def scale(self, counts: Mapping[str, int]) -> None:
-        """Change how many workers pools have. Raises ConfigError."""
+        """Change the numbers of workers of pools. Raises ConfigError."""
         self._store(_scaled(self._service, self._service.spec.scaled(counts).counts))
 
     async def spec(self) -> ServiceSpec:
         return self._service.spec
 
+    async def secrets(self) -> dict[str, str]:
+        return self._service.secrets
+
     async def upgrade(self, spec: ServiceSpec) -> None:
-        """Replace what differs, one process of a pool after the other. Raises ConfigError."""
+        """Replace the processes whose spec differs, one at a time in each pool. Raises
+        ConfigError."""
         now = self._service
         to = now.spec.upgraded(spec)
         before = now.before or (None if to == now.spec else now.spec)
         self._store(replace(now, spec=to, before=before, refused=""))
-        self._scalers.clear()
+        self._scalers.clear()  # bounds and scaling rules may differ
 
     async def down(self) -> None:
-        """Stop everything: the routers first, which let open requests finish."""
+        """Stop all processes. Routers stop first, so that open requests finish on their workers."""
         self._main.cancel()
         await asyncio.wait((self._main,))
         names = self._find()
         routers = {name for name in names if name.startswith("router-")}
         for part in (routers, names - routers):
-            self._stop(part & self._hosts.keys())  # some may have ended meanwhile
+            self._stop(part & self._hosts.keys())  # some may have ended since
             await asyncio.gather(*self._stopping.values())
         self._remove_groups(keep=())
         _internal_kv_del(_KEY)
 
-    def _store(self, service: Service) -> None:
+    def _store(self, service: WantedService) -> None:
         _internal_kv_put(_KEY, msgspec.json.encode(service))
         self._service = service
 
@@ -129,13 +144,13 @@ class Controller:
         while True:
             try:
                 self._failure = await self._look()
-            # ValueError: an actor of this name exists, or is still being removed.
+            # Ray raises ValueError if an actor of this name exists or is still being removed.
             except (ray.exceptions.RayError, ValueError, OSError) as error:
                 self._failure = f"{type(error).__name__}: {error}"
             await asyncio.sleep(_LOOK_S)
 
     def _find(self) -> set[str]:
-        """Adopt the actors that an earlier life of this controller started; return all names."""
+        """Adopt actors that this controller started before a restart. Return all names."""
         for found in ray.util.list_named_actors(all_namespaces=True):
             name = found["name"]
             if found["namespace"] == NAMESPACE and name != CONTROLLER and name not in self._hosts:
@@ -143,7 +158,7 @@ class Controller:
         return set(self._hosts)
 
     async def _look(self) -> str:
-        """Take the next steps. Return why the load is not known, if that is so."""
+        """Take the next steps of reconciliation. Return why the load is unknown, or ""."""
         self._find()
         running = self._hosts.keys() - self._stopping.keys()
         groups = self._remove_groups(keep=self._hosts)
@@ -151,8 +166,8 @@ class Controller:
         ready = {name for name in running if self._states[name]["ready"]}
         routers = {x: self._states[x]["grpc"] for x in ready if x.startswith("router-")}
         addresses = sorted(routers.values())
-        # A router that has not answered this controller yet may be one that serves: nobody is told
-        # of a list without it.
+        # A router that has not answered this controller yet may be serving. Until all have
+        # answered, no worker gets a list of routers, because it could lack that one.
         is_known = all(self._states[x] is not _PENDING for x in running if x.startswith("router-"))
         places = self._service.spec.warm_places()
         warm = {name for name in running if place_of(name) in places}
@@ -163,6 +178,7 @@ class Controller:
         nodes = {place_of(name): self._states[name]["node_id"] for name in routers}
         if nodes.items() - self._service.nodes.items():
             self._store(replace(self._service, nodes={**self._service.nodes, **nodes}))
+        await report_crash_loops(self._dialer(), addresses, list(self._crash_loops(running)))
         loads, failure = dict[str, Load](), ""
         try:
             loads = await self._measure(addresses)
@@ -189,15 +205,31 @@ class Controller:
         """Return the load of each model. Raises PdserveError."""
         if not routers:
             return {}
-        spec, discovery = self._service.spec, Discovery(tuple(routers))
-        section = next(iter(spec.workers.values())).section
-        access = dialer(parse(WorkerConfig, section).access, "worker.access")
-        models = sorted(set(spec.models.values()))
-        measures = (RouterLoads(discovery, access, model).measure() for model in models)
+        discovery = Discovery(tuple(routers))
+        models = sorted(set(self._service.spec.models.values()))
+        measures = (RouterLoads(discovery, self._dialer(), x).measure() for x in models)
         return dict(zip(models, await asyncio.gather(*measures), strict=True))
 
+    def _dialer(self) -> Dialer:
+        """Return the dialer for connections to routers, with a worker's credentials."""
+        section = next(iter(self._service.spec.workers.values())).section
+        found = dialer(parse(WorkerConfig, section).access, "worker.access")
+        token = found.token or self._service.secrets.get("worker_token_file", "")
+        return dataclasses.replace(found, token=token)
+
+    def _crash_loops(self, names: Iterable[str]) -> Iterator[w.CrashLoop]:
+        for name in names:
+            reason, model = self._states[name].get("crash_loop"), self._model_of(name)
+            if reason and model:
+                role = role_to_pb(Role(role_of(name)))
+                yield w.CrashLoop(worker_id=name, role=role, model=model, reason=reason)
+
+    def _model_of(self, name: str) -> str:
+        """Return the model of a worker, or "" for a router and for a worker of a removed pool."""
+        return self._service.spec.models.get(pool_of(place_of(name)), "")
+
     def _scale(self, loads: Mapping[str, Load]) -> None:
-        """Follow the load of each model, in the pools that do."""
+        """Scale the pools that follow the load of their model."""
         spec, now = self._service.spec, time.monotonic()
         counts = dict(spec.counts)
         for model, pools in spec.pools_by_load().items():
@@ -212,7 +244,8 @@ class Controller:
             self._store(_scaled(self._service, counts))
 
     def _end_upgrade(self, serving: Collection[str]) -> None:
-        """Note that an upgrade is done; undo it if a new process cannot start."""
+        """Finish an upgrade whose processes all serve. Roll it back if a new process cannot
+        start."""
         service = self._service
         if service.before is None:
             return
@@ -244,13 +277,14 @@ class Controller:
                 _answer(self._hosts[name].state.remote()), _ANSWER_S
             )
         except TimeoutError:
-            # Its process may be well: what it said last stays.
+            # The process may be healthy although its actor is slow: keep its last state.
             self._states.setdefault(name, _PENDING)
         except ray.exceptions.RayError as error:
             self._states[name] = {**_PENDING, "failure": f"{type(error).__name__}"}
 
     def _remove_groups(self, keep: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Remove the placement groups of other processes; return those kept, by name."""
+        """Remove all placement groups except those of processes in `keep`. Return the kept ones by
+        process name."""
         kept = {}
         for group in ray.util.placement_group_table().values():
             name = group["name"].removeprefix(_GROUP)
@@ -263,14 +297,15 @@ class Controller:
         return kept
 
     def _start(self, name: str, spec: ProcessSpec, placed: list[Placed]) -> None:
-        """Start an actor in a placement group, and add it to those `placed`. Ray keeps both pending
-        until a node has room, as what an autoscaler should add."""
+        """Start an actor in a placement group, and append it to `placed`. Until a node has room,
+        Ray keeps both pending, which makes its autoscaler add a node."""
         nodes = {x["NodeID"]: x["Resources"] for x in ray.nodes() if x["Alive"]}
         before = self._service.nodes.get(place_of(name))
         if spec.nnodes > 1:
-            before = None  # Ray chooses several
+            before = None  # Ray chooses the nodes of a worker with several
         elif before not in nodes:
             before = choose_node(name, spec.bundle, self._service.spec.strategy, nodes, placed)
+        # Detached groups and actors outlive this controller, which adopts them after a restart.
         group = ray.util.placement_group(
             [spec.bundle] * spec.nnodes,
             strategy="STRICT_PACK" if spec.nnodes == 1 else "STRICT_SPREAD",
@@ -293,7 +328,7 @@ class Controller:
                 num_gpus=spec.gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             )
-            .remote(name, spec)
+            .remote(name, spec, self._service.secrets, self._service.spec.max_restart_pause_s)
         )
 
     def _stop(self, names: Iterable[str]) -> None:
@@ -301,7 +336,7 @@ class Controller:
             self._stopping[name] = asyncio.create_task(self._end(name))
 
     async def _end(self, name: str) -> None:
-        """Drain a process and remove its actor. An actor that does not answer is killed."""
+        """Drain a process and remove its actor. Kill an actor that does not answer in time."""
         host = self._hosts[name]
         try:
             grace_s = await asyncio.wait_for(_answer(host.grace.remote()), _ANSWER_S)
@@ -320,7 +355,7 @@ def _answer(reference: Any) -> asyncio.Future[Any]:
     return asyncio.wrap_future(reference.future())
 
 
-def _scaled(service: Service, counts: dict[str, int]) -> Service:
-    """Return the service with other counts, also if an upgrade is undone."""
+def _scaled(service: WantedService, counts: dict[str, int]) -> WantedService:
+    """Return the service with other counts. They also apply if an upgrade is rolled back."""
     before = service.before and replace(service.before, counts=counts)
     return replace(service, spec=replace(service.spec, counts=counts), before=before)

@@ -1,7 +1,8 @@
-"""One router or worker under a Ray actor.
+"""The Ray actor of one router or worker.
 
-The process is a child of the actor and not the actor itself: vLLM keeps its own event loop, signals
-and garbage collector. When Ray kills the actor, the kernel kills the child (`local/child.py`).
+The router or worker is a child process of the actor, because vLLM needs its own event loop, signal
+handlers and garbage collector settings. If Ray kills the actor, the kernel kills the child
+(`pdserve/process/child.py`).
 """
 
 from __future__ import annotations
@@ -19,27 +20,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-import yaml
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pdserve.local.child import TAKE_REQUESTS
-from pdserve.local.forkserver import launched, until_ended
+from pdserve.deploy.local.restarts import Restarts, death_reason
+from pdserve.deploy.ray.spec import write_process
+from pdserve.process.child import TAKE_REQUESTS
+from pdserve.process.forkserver import launched, until_ended
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from pdserve.deploy.ray.spec import ProcessSpec
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-_FORGIVEN_AFTER_S = 300.0  # a process that ran this long has no deaths
-_PARTS_END_S = 15.0  # between the ends of two parts of a worker
+_PARTS_END_S = 15.0  # after the end of one node's process, for the others to end by themselves
 
 
 class Host:
-    """The actor. State: the child, what it reports, and whether it should run."""
+    """The actor of a router or worker. State: the child process, its reports, and whether it should
+    run."""
 
-    def __init__(self, name: str, spec: ProcessSpec) -> None:
-        self._name, self._spec = name, spec
+    def __init__(
+        self, name: str, spec: ProcessSpec, secrets: dict[str, str], max_restart_pause_s: float
+    ) -> None:
+        self._name, self._spec, self._secrets = name, spec, secrets
         self._address = ray.util.get_node_ip_address()
         self._run_dir = Path(tempfile.mkdtemp(prefix=f"pdserve-{name}-"))
         self._log = self._run_dir / "log"
@@ -50,22 +53,24 @@ class Host:
         self._facts: dict[str, str] = {}
         self._node_id = ray.get_runtime_context().get_node_id()
         self._nodes = [self._address]
-        self._doing, self._failure, self._lives, self._deaths = "starting", "", 0, 0
-        # Why it ended before it was ever ready; None once it was.
+        self._doing, self._failure, self._lives = "starting", "", 0
+        self._restarts = Restarts(max_restart_pause_s)
+        # Why it ended before it was first ready; "" if it has not, None once it was ready.
         self._broken: str | None = ""
-        self._ends_to_begin = False  # anew, as a worker that is warm, or no longer
+        self._ends_to_begin = False  # it is being restarted to change whether it is warm
         self._stopped = asyncio.Event()
-        # The kernel kills the child when the thread that forked it ends: the event loop's thread
-        # lives as long as the actor.
+        # The child is started from the event loop's thread, which lives as long as the actor. The
+        # kernel kills a child when the thread that forked it ends.
         self._keeper = asyncio.get_event_loop().create_task(self._keep())
 
     async def state(self) -> dict[str, Any]:
-        """Return what `pdserve status --on ray` shows of this process."""
+        """Return the state of this process for `pdserve status --on ray`."""
         return {
             "ready": bool(self._facts),
             "doing": self._doing,
             "failure": self._failure,
             "broken": self._broken or "",
+            "crash_loop": self._restarts.reason if self._is_crash_looping else "",
             "node": ", ".join(self._nodes),
             "node_id": self._node_id,
             "pid": self._process.pid if self._process else 0,
@@ -77,13 +82,17 @@ class Host:
             **self._facts,
         }
 
+    @property
+    def _is_crash_looping(self) -> bool:
+        return self._restarts.is_crash_looping and not self._facts
+
     async def grace(self) -> float:
-        """Return the seconds that `stop` may take."""
+        """Return the maximum duration of `stop` in seconds."""
         return self._spec.grace_s
 
     async def tell(self, addresses: Sequence[str], warm: bool) -> None:
-        """Write the routers' addresses into the file that the worker watches. One that is `warm`
-        is loaded and takes no requests; if it no longer is, it takes them at once."""
+        """Write the routers' addresses into the file that the worker watches. A `warm` worker is
+        loaded but accepts no requests. When it is no longer warm it accepts them at once."""
         partial = self._run_dir / ".routers"
         partial.write_text("\n".join(addresses) + "\n", encoding="utf-8")
         partial.replace(self._run_dir / "routers")
@@ -98,19 +107,20 @@ class Host:
                 self._begin_anew()
 
     async def stop(self) -> None:
-        """Drain the process and wait for its end; kill it after its grace. The log goes too."""
+        """Drain the process and wait until it ends. Kill it after its grace period. Delete its
+        directory with the log."""
         self._stopped.set()
         self._send(signal.SIGTERM)
         await asyncio.wait((self._keeper,), timeout=self._spec.grace_s)
-        self._keeper.cancel()  # kills the process, if there still is one
+        self._keeper.cancel()  # kills the process if it is still running
         await asyncio.wait((self._keeper,))
         shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _begin_anew(self) -> None:
-        """End the process, which starts again. It is told once: told twice, it would not drain."""
+        """Restart the process. Send only one SIGTERM, because a second one would end its drain."""
         if self._process is not None and not self._ends_to_begin:
             self._ends_to_begin, self._facts = True, {}
-            self._doing = "starts anew"
+            self._doing = "restarting"
             self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:
@@ -119,7 +129,7 @@ class Host:
                 self._process.send_signal(number)
 
     async def _keep(self) -> None:
-        """Run the process, and again when it ends, until it is stopped."""
+        """Run the process, and restart it when it ends, until `stop`."""
         if self._spec.command == "worker":
             self._doing = "waiting for a router"
             await self._first(self._has_routers.wait())
@@ -132,18 +142,17 @@ class Host:
             if self._ends_to_begin:
                 self._ends_to_begin = False
                 continue
-            if time.monotonic() - began >= _FORGIVEN_AFTER_S:
-                self._deaths = 0
-            self._deaths += 1
-            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._deaths - 1))
-            self._doing = f"exit code {code}; restarted in {pause_s:g} s"
+            reason = death_reason(code, self._failure, self._log)
+            pause_s = self._restarts.died(time.monotonic() - began, reason)
+            state = f"crash-looping, {reason}" if self._is_crash_looping else f"exit code {code}"
+            self._doing = f"{state}; restarted in {pause_s:g} s"
             if self._broken == "":
                 self._broken = self._failure or f"exit code {code}, see {self._log}"
             if not self._stopped.is_set():
                 await self._first(asyncio.sleep(pause_s))
 
     async def _first(self, other: Any) -> None:
-        """Wait for `other` or for the stop."""
+        """Wait until `other` is done or the stop is requested."""
         tasks = [asyncio.ensure_future(other), asyncio.ensure_future(self._stopped.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -152,12 +161,13 @@ class Host:
                 task.cancel()
 
     async def _run(self) -> int:
-        """Run the process to its end, on all of its nodes, and return its exit code."""
+        """Run the process on all of its nodes until it ends. Return its exit code."""
         section, warm = self._section(), self._warm
         self._lives += 1
         self._doing = "starting"
         async with self._followers(section) as nodes:
-            words = _command(self._run_dir, self._spec, {**section, **nodes})
+            section |= nodes
+            words = write_process(self._run_dir, self._spec.command, section, self._secrets)
             async with launched(None, *words, env=os.environ, log=self._log) as (process, reports):
                 self._process = process
                 following = asyncio.create_task(self._follow(reports))
@@ -173,8 +183,9 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def _followers(self, section: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Start the process on the other nodes of a worker, if it has any. Yield how node 0 finds
-        them. All end soon after one of them has ended, and their actors with this one."""
+        """Start the process on the other nodes of a worker, if it has any. Yield the configuration
+        with which node 0 finds them. If one node's process ends, all end soon after. Their actors
+        end with this one."""
         count = self._spec.nnodes
         if count == 1:
             yield {}
@@ -187,7 +198,7 @@ class Host:
                 num_gpus=self._spec.gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
             )
-            .remote(_run_dir(self._name, rank), self._spec)
+            .remote(_run_dir(self._name, rank), self._secrets)
             for rank in range(1, count)
         ]
         watching: asyncio.Task[None] | None = None
@@ -196,7 +207,7 @@ class Host:
             addresses = asyncio.gather(*(_result(actor.address.remote()) for actor in actors))
             await self._first(addresses)
             if addresses.cancelled() or not addresses.done():
-                raise OSError("stopped before its nodes were there")
+                raise OSError("stopped while waiting for its other nodes")
             self._nodes = [self._address, *addresses.result()]
             with socket.create_server((self._address, 0)) as server:
                 port = server.getsockname()[1]
@@ -216,7 +227,8 @@ class Host:
                 ray.kill(actor)
 
     async def _end_with(self, others: Sequence[asyncio.Task[int]]) -> None:
-        """Kill node 0 of a worker that goes on without another: it waits for it to join."""
+        """Kill node 0's process when another node's has ended, because node 0 would wait for the
+        other to join."""
         done, _ = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
         rank = others.index(done.pop()) + 1
         await asyncio.sleep(_PARTS_END_S)
@@ -224,7 +236,7 @@ class Host:
         self._send(signal.SIGKILL)
 
     def _section(self) -> dict[str, Any]:
-        """Return the configuration with what depends on the node."""
+        """Return the configuration with the keys that depend on the node."""
         section, at = self._spec.section, self._address
         if self._spec.command == "router":
             return {**section, "http_host": at, "grpc_host": at}
@@ -234,7 +246,7 @@ class Host:
         return {**section, **ours, "warm": self._warm}
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
-        """Read what the process reports (`local/child.py`)."""
+        """Read the reports of the process (`pdserve/process/child.py`)."""
         while line := await reader.readline():
             report = json.loads(line)
             self._doing = report.get("doing", self._doing)
@@ -246,22 +258,23 @@ class Host:
 
 
 class Follower:
-    """The actor of a part of a worker on another node than its first. It belongs to the actor of
-    the first one, with which it ends."""
+    """The actor of a worker's process on a further node. The actor of node 0 owns it, so both end
+    together."""
 
-    def __init__(self, run_dir: Path, spec: ProcessSpec) -> None:
-        self._run_dir, self._spec = run_dir, spec
+    def __init__(self, run_dir: Path, secrets: dict[str, str]) -> None:
+        self._run_dir, self._secrets = run_dir, secrets
         self._address: str = ray.util.get_node_ip_address()
-        run_dir.mkdir(exist_ok=True)
+        run_dir.mkdir(mode=0o700, exist_ok=True)
 
     async def address(self) -> str:
         return self._address
 
     async def run(self, section: dict[str, Any], rank: int) -> int:
-        """Run the process to its end, and return its exit code."""
+        """Run the process until it ends. Return its exit code."""
         own = {"node_rank": rank, "host": self._address}
         own["kv"] = {**section["kv"], "host": self._address}
-        words, log = _command(self._run_dir, self._spec, section | own), self._run_dir / "log"
+        words = write_process(self._run_dir, "worker", section | own, self._secrets)
+        log = self._run_dir / "log"
         async with launched(None, *words, env=os.environ, log=log) as (process, reports):
             code = await until_ended(process, asyncio.create_task(_ignore(reports)))
         if code == 0:
@@ -274,21 +287,14 @@ def _run_dir(name: str, rank: int) -> Path:
 
 
 async def _ignore(reports: asyncio.StreamReader) -> None:
-    """Read what the process reports: its log has it, too."""
+    """Discard the reports of a process, which are in its log too. Unread, they would block it."""
     while await reports.readline():
         pass
 
 
 async def _result(reference: Any) -> Any:
-    """Await what Ray returns, which is no coroutine."""
+    """Await a Ray reference. It is awaitable but not a coroutine, which tasks require."""
     return await reference
-
-
-def _command(directory: Path, spec: ProcessSpec, section: dict[str, Any]) -> list[str]:
-    """Write the configuration of a process, and return the words that start it."""
-    path = directory / "config.yaml"
-    path.write_text(yaml.safe_dump({spec.command: section}), encoding="utf-8")
-    return ["pdserve", spec.command, "--config", str(path)]
 
 
 def _doing_when_ready(warm: bool) -> str:

@@ -1,4 +1,4 @@
-"""What to start, what to stop and where, from what is wanted and what runs. No I/O."""
+"""Decisions about which processes to start and stop, and on which nodes. No I/O."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Steps(NamedTuple):
 def next_steps(
     wanted: Set[str], present: Set[str], serving: Collection[str], *, settled: bool
 ) -> Steps:
-    """Return what brings the processes that are `present`, also those that stop, nearer to those
-    `wanted`. Of those, every router knows the workers that are `serving`, and if they are `settled`
-    every worker that is ready.
+    """Return the next steps from the `present` processes towards the `wanted` ones. `present`
+    includes processes that are stopping. `serving`: ready routers, and workers that all routers
+    know. `settled`: all routers know every ready worker.
 
-    Workers of a pool are replaced one at a time: a new one serves before the old one stops. A
-    router is stopped before its successor starts, which needs its ports; all others serve then.
+    Workers of a pool are replaced one at a time: the new one serves before the old one stops. A
+    router stops before its successor starts, because the successor needs its ports. All other
+    routers must serve then.
     """
     start, stop = set[str](), set[str]()
     old = present - wanted
@@ -59,7 +60,7 @@ def _pool(name: str) -> str:
 
 
 class Placed(NamedTuple):
-    """A process, its node and what it takes of it."""
+    """A process, its node, and the resources that it uses there."""
 
     name: str
     node: str
@@ -73,9 +74,9 @@ def choose_node(
     nodes: Mapping[str, Mapping[str, float]],
     placed: Iterable[Placed],
 ) -> str | None:
-    """Return the node for a process, None if it fits nowhere beside those that are `placed`. To
-    spread, it is the one with the fewest processes of the pool, then of the service; to pack, the
-    one with the most of the service. `nodes` has their resources."""
+    """Return the node for a process, or None if no node has room beside the `placed` processes. The
+    strategy SPREAD chooses the node with the fewest processes of the pool, then of the service.
+    PACK chooses the node with the most of the service. `nodes` has each node's total resources."""
     free = {node: dict(resources) for node, resources in nodes.items()}
     ours, same = Counter[str](), Counter[str]()
     for other in placed:

@@ -1,4 +1,4 @@
-"""What the commands with `--on ray` do: they find the controller, or start it."""
+"""The commands with `--on ray`. They call the controller, and `up` starts it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError, Unavailable
+from pdserve.security import local
 
 try:
     import ray
@@ -29,7 +30,7 @@ _KEEPS = ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    """Join the cluster at RAY_ADDRESS, or this machine's. Raises Unavailable."""
+    """Join the cluster at RAY_ADDRESS, or this machine's if that is not set. Raises Unavailable."""
     try:
         ray.init(
             address=os.environ.get("RAY_ADDRESS", "auto"),
@@ -48,7 +49,7 @@ def joined() -> Iterator[None]:
 
 
 def head_keeps_state() -> bool:
-    """Return True if the head finds its state again after a restart: GCS in RocksDB or Redis."""
+    """Return True if the head's state survives a restart, because GCS uses RocksDB or Redis."""
     head = next(x["NodeID"] for x in ray.nodes() if "node:__internal_head__" in x["Resources"])
     at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(head, soft=False)
     found: Mapping[str, str] = ray.get(
@@ -63,8 +64,8 @@ def _storage_variables() -> dict[str, str]:
 
 
 def start(spec: ServiceSpec, *, allow_fragile_head: bool) -> None:
-    """Start a service. Raises ConfigError if one runs, or if the cluster does not outlive its
-    head."""
+    """Start a service. Raises ConfigError if one is running, or if the cluster would lose its state
+    when the head restarts."""
     with contextlib.suppress(Unavailable):
         _controller()
         raise ConfigError("a service runs on this cluster: scale it, or `pdserve down --on ray`")
@@ -84,7 +85,8 @@ def start(spec: ServiceSpec, *, allow_fragile_head: bool) -> None:
 
 
 def until_ready(limit_s: float) -> dict[str, Any]:
-    """Return the status once every process is ready. Raises Unavailable after `limit_s`."""
+    """Wait until every process is ready and return the status. Raises Unavailable after
+    `limit_s`."""
     until = time.monotonic() + limit_s
     while True:
         found = status()
@@ -101,7 +103,8 @@ def until_ready(limit_s: float) -> dict[str, Any]:
 
 
 def status() -> dict[str, Any]:
-    """Return what the controller says. One that was killed has some time to come back."""
+    """Return the controller's status. Retry for _ANSWER_S, because Ray restarts a killed
+    controller."""
     until = time.monotonic() + _ANSWER_S
     while True:
         try:
@@ -119,21 +122,22 @@ def scale(counts: Mapping[str, int]) -> None:
 
 
 def spec() -> ServiceSpec:
-    """Return what is wanted now."""
+    """Return the spec of the wanted service."""
     found: ServiceSpec = ray.get(_controller().spec.remote(), timeout=_ANSWER_S)
     return found
 
 
 def upgrade(to: ServiceSpec) -> dict[str, Any]:
-    """Replace what differs, and return the status when all is replaced. The controller undoes an
-    upgrade whose processes do not start in time. Raises ConfigError if it is refused or undone."""
+    """Replace the processes whose spec differs. Return the status when all are replaced. The
+    controller rolls back an upgrade whose processes do not start in time. Raises ConfigError if the
+    upgrade is rejected or rolled back."""
     _order("upgrade", to)
     while (found := status())["upgrading"]:
         time.sleep(_LOOK_S)
     if found["refused"]:
         raise ConfigError(f"the upgrade was undone: {found['refused']}")
     if found["revision"] != to.revision:
-        raise Unavailable("another upgrade took the place of this one")
+        raise Unavailable("another upgrade has replaced this one")
     return found
 
 
@@ -147,9 +151,24 @@ def _order(method: str, *args: Any) -> None:
         raise
 
 
+def announce(found: Mapping[str, Any]) -> None:
+    """Store the administrator's key of the routers in a status where commands of this user find
+    it."""
+    secrets: dict[str, str] = ray.get(_controller().secrets.remote(), timeout=_ANSWER_S)
+    for address in _addresses(found) if secrets else ():
+        with contextlib.suppress(OSError, RuntimeError):  # no home directory
+            local.announce(address, secrets["admin_key_file"])
+
+
+def _addresses(found: Mapping[str, Any]) -> list[str]:
+    return [state["grpc"] for state in found["processes"].values() if "http" in state]
+
+
 def down() -> None:
-    """End the service. No process and no actor of it is left."""
+    """Stop the service with all its processes and actors."""
     controller = _controller()
+    for address in _addresses(status()):
+        local.withdraw(address)
     ray.get(controller.down.remote(), timeout=_DOWN_S)
     ray.kill(controller)
 

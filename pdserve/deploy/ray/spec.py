@@ -1,4 +1,4 @@
-"""What is to run on a Ray cluster."""
+"""Specification of a service on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_hexdigest
@@ -23,15 +24,17 @@ from pdserve.config import (
     served_names,
     to_mapping,
 )
+from pdserve.deploy.local.specs import SCALED, router_configs
 from pdserve.errors import ConfigError
-from pdserve.local.specs import SCALED, router_configs
+from pdserve.security.local import new_credentials, write_credentials, write_private
 from pdserve.types import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 PACK, SPREAD = "pack", "spread"
-_MARGIN_S = 5.0  # beyond the deadlines that processes have themselves
+_MARGIN_S = 5.0  # added to the processes' own stop deadlines
 _DIGITS = 6
 _NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
 _SET_PER_NODE = {
@@ -44,29 +47,28 @@ _SET_PER_NODE = {
 
 
 class ProcessSpec(Struct, frozen=True):
-    """One router or worker. `section` is its configuration, less what depends on its node.
-    `grace_s` is the longest that it may take to stop. It takes `cpus` and `gpus` of each of its
-    `nnodes` nodes."""
+    """One router or worker. `section`: its configuration without the keys that depend on the node.
+    `grace_s`: maximum time to stop. `cpus` and `gpus`: resources on each of its `nnodes` nodes."""
 
     command: str
     section: dict[str, Any]
     grace_s: float
     cpus: float
-    gpus: float = 0.0  # never an int: it has another digest
+    gpus: float = 0.0  # always a float, because 1 and 1.0 have different digests
     nnodes: int = 1
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What it takes of each node."""
+        """The Ray resources that it uses on each node."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
 class ServiceSpec(Struct, frozen=True):
-    """Routers, and pools of workers. A pool has the workers of one role of one of the `models`: its
-    name is the role, and with `up.models` also the model's. It has so many workers as `counts` say,
-    and in addition `warm` ones, which are loaded. Of pools in `bounds` the number follows the load,
-    between fewest and most, or it is 0. A process that is not ready `start_s` after it has started
-    ends an upgrade."""
+    """Routers and pools of workers. A pool has the workers of one role of one model. Its name is
+    the role, and with `up.models` also the model. `counts`: serving workers per pool. `warm`:
+    loaded spare workers per pool. `bounds`: minimum and maximum of pools that scale with the load,
+    which may also be at 0. `start_s`: a process that is not ready after this time fails an
+    upgrade."""
 
     routers: dict[str, ProcessSpec]
     workers: dict[str, ProcessSpec]
@@ -79,10 +81,11 @@ class ServiceSpec(Struct, frozen=True):
     cpus: float
     gpus: int
     start_s: float
+    max_restart_pause_s: float
 
     def processes(self) -> dict[str, ProcessSpec]:
-        """Return everything that should run, by name. A name ends with a digest of what it is the
-        name of: a changed process has another one."""
+        """Return all wanted processes by name. A name ends with the digest of its spec, so a
+        changed process has another name."""
         found = dict(self.routers)
         for pool, count in self.counts.items():
             found |= {f"{pool}-{i}": self.workers[pool] for i in range(count)}
@@ -90,7 +93,7 @@ class ServiceSpec(Struct, frozen=True):
         return {f"{place}-{_digest(spec)}": spec for place, spec in found.items()}
 
     def warm_places(self) -> set[str]:
-        """Return the places of workers that are loaded and take no requests."""
+        """Return the places of warm workers, which are loaded but accept no requests."""
         return {
             f"{pool}-{i}"
             for pool, warm in self.warm.items()
@@ -98,24 +101,24 @@ class ServiceSpec(Struct, frozen=True):
         }
 
     def pools_by_load(self) -> dict[str, dict[Role, str]]:
-        """Return the pools that follow the load of each model."""
+        """Return the pools that scale with the load, by role for each model."""
         found: dict[str, dict[Role, str]] = {}
         for pool in self.bounds:
             found.setdefault(self.models[pool], {})[Role(role_of(pool))] = pool
         return found
 
     def at_zero(self) -> list[str]:
-        """Return the models whose workers stopped for want of requests."""
+        """Return the models that are scaled to zero workers."""
         pools = self.pools_by_load().items()
         return [model for model, x in pools if not any(self.counts[y] for y in x.values())]
 
     @property
     def revision(self) -> str:
-        """A digest of this without the counts."""
+        """The digest of this spec without the counts."""
         return _digest(replace(self, counts={}))
 
     def scaled(self, counts: Mapping[str, int]) -> ServiceSpec:
-        """Return this with other counts. Raises ConfigError."""
+        """Return this spec with other counts. Raises ConfigError."""
         for pool in counts:
             if pool not in self.workers:
                 refuse("scale", f"{pool!r} is not one of {', '.join(self.workers)}")
@@ -128,10 +131,10 @@ class ServiceSpec(Struct, frozen=True):
         return changed
 
     def upgraded(self, to: ServiceSpec) -> ServiceSpec:
-        """Return `to` with the counts of this, except for pools that are new in it, or gone. A
-        model at zero workers starts, so that it is known to. Raises ConfigError."""
+        """Return `to` with the counts of this spec for pools that both have. A model at zero
+        workers is started, to verify that the upgraded one starts. Raises ConfigError."""
         if not self.workers.keys() & to.workers.keys():
-            refuse("up", "has no model of the service: all workers would go before others serve")
+            refuse("up", "has no pool of the service: all workers would go before new ones serve")
         if len(self.routers) == 1 and self.routers["router-0"] != to.routers["router-0"]:
             refuse(
                 "router",
@@ -146,8 +149,26 @@ class ServiceSpec(Struct, frozen=True):
         return replace(to, counts=counts)
 
 
+def new_secrets(spec: ServiceSpec) -> dict[str, str]:
+    """Return new credentials for the service; none if its configuration has some."""
+    router, worker = (next(iter(x.values())).section for x in (spec.routers, spec.workers))
+    return new_credentials(parse(RouterConfig, router).access, parse(WorkerConfig, worker).access)
+
+
+def write_process(
+    directory: Path, command: str, section: Mapping[str, Any], secrets: Mapping[str, str]
+) -> list[str]:
+    """Write the configuration of a process, and the secrets that it does not configure itself.
+    Return the command that starts it."""
+    own = {key: value for key, value in section["access"].items() if value}
+    access = write_credentials(directory, secrets) | own
+    path = directory / "config.yaml"
+    write_private(path, yaml.safe_dump({command: {**section, "access": access}}))
+    return ["pdserve", command, "--config", str(path)]
+
+
 def place_of(name: str) -> str:
-    """Return what a process is one of several revisions of, such as decode-0."""
+    """Return the place of a process, such as decode-0: its name without the digest."""
     return name.rpartition("-")[0]
 
 
@@ -164,8 +185,8 @@ def _digest(spec: Struct) -> str:
 
 
 def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> ServiceSpec:
-    """Return the service of a configuration, with `cpus` and `gpus` for each worker, which its
-    nodes share. Raises ConfigError for what cannot be had on Ray."""
+    """Return the service of a configuration. `cpus` and `gpus` are for each worker, and divided
+    among its nodes. Raises ConfigError for keys that are not supported on Ray."""
     _refuse_set("router", config.router, RouterConfig())
     _refuse_set("worker", config.worker, WorkerConfig())
     routers = {
@@ -195,18 +216,23 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
                 role=role,
                 engine_args=args,
             )
-            # It names files and actors.
+            # The key is part of the names of files and actors.
             key = f"{role}-{_NOT_IN_NAMES.sub('_', name)}" if config.up.models else role.value
             if key in workers:
                 refuse(at, f"{name} and {models[key]} are too much alike; set their model_names")
             section, nnodes = to_mapping(worker), pool.nnodes
             if nnodes > 1:
-                try:  # the first node's address is known later
+                try:  # check with a placeholder: the address of node 0 is not known yet
                     parse(WorkerConfig, {**section, "nnodes": nnodes, "master_addr": "node-0"})
                 except ConfigError as error:
                     refuse(f"{at}.{role}.nnodes", error.message)
             workers[key] = ProcessSpec(
-                *("worker", section, drain_s, cpus / nnodes, gpus / nnodes, nnodes)
+                command="worker",
+                section=section,
+                grace_s=drain_s,
+                cpus=cpus / nnodes,
+                gpus=gpus / nnodes,
+                nnodes=nnodes,
             )
             models[key], counts[key] = name, pool.workers
             if pool.most > pool.workers or (
@@ -216,7 +242,18 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
             if isinstance(pool, ScaledRoleConfig) and pool.warm_workers:
                 warm[key] = pool.warm_workers
     return ServiceSpec(
-        *(routers, workers, models, counts, bounds, warm, scaling, strategy, cpus, gpus, start_s)
+        routers=routers,
+        workers=workers,
+        models=models,
+        counts=counts,
+        bounds=bounds,
+        warm=warm,
+        scaling=scaling,
+        strategy=strategy,
+        cpus=cpus,
+        gpus=gpus,
+        start_s=start_s,
+        max_restart_pause_s=config.up.max_restart_pause_s,
     )
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from benchmarks.chaos.hooks import DIRECTORY, PRODUCERS, give, hits, patch
-from benchmarks.chaos.load import KINDS, Answer, Choice, Question, make_questions, wrong_tokens
+from benchmarks.chaos.load import (
+    KINDS,
+    ObservedAnswer,
+    ObservedChoice,
+    Question,
+    make_questions,
+    wrong_tokens,
+)
 from benchmarks.chaos.matrix import Row
 from benchmarks.chaos.scenarios import REPEATED, Run
 from pdserve.errors import InvalidRequest, Unavailable
@@ -23,10 +30,14 @@ if TYPE_CHECKING:
 
 def answer(
     tokens: list[int], text: str = "abc", ending: Any = "ok", finish: str = "length", **more: Any
-) -> Answer:
-    choice = Choice(token_ids=tokens, text=text, finish=finish, logprobs=more.pop("logprobs", []))
+) -> ObservedAnswer:
+    choice = ObservedChoice(
+        token_ids=tokens, text=text, finish=finish, logprobs=more.pop("logprobs", [])
+    )
     count = more.pop("count", len(tokens))
-    return Answer(1, 0.0, ending=ending, choices={0: choice}, completion_tokens=count, **more)
+    return ObservedAnswer(
+        1, 0.0, ending=ending, choices={0: choice}, completion_tokens=count, **more
+    )
 
 
 WANT = answer([1, 2, 3], logprobs=[-0.5, -0.5, -0.5])
@@ -47,7 +58,7 @@ WANT = answer([1, 2, 3], logprobs=[-0.5, -0.5, -0.5])
         (answer([], "x", "aborted", ""), 1),
     ],
 )
-def test_wrong_tokens_are_counted(got: Answer, wrong: int) -> None:
+def test_wrong_tokens_are_counted(got: ObservedAnswer, wrong: int) -> None:
     assert wrong_tokens(got, WANT) == wrong
 
 
@@ -56,11 +67,11 @@ def run_of(questions: list[Question], clients: object = None) -> Run:
     return Run(cast("Any", None), cast("Any", clients), by_number, 1000.0, random.Random(0))
 
 
-def test_only_what_a_fault_ends_may_fail() -> None:
+def test_only_requests_hit_by_a_fault_may_fail() -> None:
     run = run_of([])
     run.struck_s, run.workers_s, run.allowed = 10.0, 20.0, {1}
-    assert run.allows(Answer(1, 5.0, heard_s=6.0))
-    clean = Answer(2, 15.0, heard_s=16.0, code=Unavailable.code)
+    assert run.allows(ObservedAnswer(1, 5.0, heard_s=6.0))
+    clean = ObservedAnswer(2, 15.0, heard_s=16.0, code=Unavailable.code)
     assert run.allows(clean)
     assert not run.allows(replace(clean, sent_s=21.0, heard_s=22.0))
     assert not run.allows(replace(clean, heard_s=9.0))
@@ -101,7 +112,7 @@ def test_questions_share_no_prompt_and_have_every_feature() -> None:
 
 async def test_a_request_that_is_sent_again_has_another_number() -> None:
     class Instant:
-        async def ask(self, question: Question, found: Answer) -> None:
+        async def ask(self, question: Question, found: ObservedAnswer) -> None:
             found.end("ok")
 
     run = run_of([Question(n, "greedy", (1,), SamplingParams()) for n in (4, 5)], Instant())

@@ -8,9 +8,9 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_openai import FakeOpenAI
 
 from benchmarks.cli import register
+from tests.support.fake_openai import FakeOpenAI
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_openai import FakeOpenAI
 
 from benchmarks.client import GrpcTarget, HttpTarget, Piece, read_stream
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.metrics import RequestRecord
+from benchmarks.metrics import RequestTimeline
 from benchmarks.progress import Progress
 from benchmarks.replay import ReplayResult, ReplaySettings, parse, run_replay
-from benchmarks.traces import Shape
+from benchmarks.workload import Shape
+from tests.support.fake_openai import FakeOpenAI
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
 
 def data(*events: object) -> bytes:
@@ -52,7 +55,7 @@ async def test_events_cut_anywhere_are_read_alike() -> None:
         assert await pieces(raw, [size] * (len(raw) // size)) == whole
 
 
-async def test_running_usage_tells_the_tokens_of_each_piece() -> None:
+async def test_running_usage_gives_the_tokens_of_each_piece() -> None:
     events = [
         {"choices": [{"index": 0, "text": "x"}], "usage": {"completion_tokens": n}}
         for n in (1, 4, 4)
@@ -74,8 +77,8 @@ async def test_a_broken_stream_is_an_error(raw: bytes, message: str, code: str) 
     assert caught.value.code == code
 
 
-def timeline(output_tokens: int = 2) -> RequestRecord:
-    return RequestRecord(
+def timeline(output_tokens: int = 2) -> RequestTimeline:
+    return RequestTimeline(
         index=0, request_id="r", input_tokens=3, output_tokens=output_tokens, scheduled_s=0.0
     )
 
@@ -148,6 +151,60 @@ async def test_all_requests_go_out_however_late_the_answers_are() -> None:
     async with server.serve():
         result = await replayed(server, warmup=0)
     assert [r.status for r in result.records] == ["ok"] * 6
+
+
+def two_sessions(tmp_path: Path) -> str:
+    """Two sessions of three and two turns; the third turn keeps less than the turns before it."""
+    rows = [
+        {"session_id": name, "timestamp": at, "input_length": given, "output_length": 3} | more
+        for name, at, given, more in (
+            ("a", 0, 20, {}),
+            ("b", 0, 30, {}),
+            ("a", 5, 40, {"delay": 20}),
+            ("b", 5, 50, {"delay": 10}),
+            ("a", 9, 15, {"delay": 20}),
+        )
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(tmp_path / "t.jsonl")
+
+
+async def test_a_turn_follows_the_answer_before_it_and_has_it_in_its_prompt(
+    tmp_path: Path,
+) -> None:
+    async with FakeOpenAI().serve() as server:
+        found = await replayed(
+            server, trace=two_sessions(tmp_path), shape=Shape(), warmup=0, speedup=1.0
+        )
+    assert [r.status for r in found.records] == ["ok"] * 5
+    by_session: dict[str, list[list[int]]] = {}
+    for session, body in zip(server.sessions, server.bodies, strict=True):
+        by_session.setdefault(session, []).append(body["prompt"])
+    first, second, third = by_session["bench-0-a"]
+    assert second[:23] == [*first, 2, 1, 0]
+    assert (len(second), third) == (40, second[:14] + third[14:])
+    turns = [r for r in found.records if r.session == "bench-0-a"]
+    assert [(r.turn, r.kept_tokens) for r in turns] == [(1, 0), (2, 23), (3, 14)]
+    for before, turn in pairwise(turns):
+        assert before.end_s is not None
+        assert turn.scheduled_s == pytest.approx(before.end_s + 0.02)
+
+
+async def test_a_failed_turn_ends_its_session_alone(tmp_path: Path) -> None:
+    server = FakeOpenAI(fault=lambda number: "refuse" if number == 2 else None)
+    async with server.serve():
+        found = await replayed(
+            server, trace=two_sessions(tmp_path), shape=Shape(), warmup=0, speedup=1.0
+        )
+    failed = next(r.session for r in found.records if r.status == "failed")
+    for record in found.records:
+        is_bad = record.session == failed and record.turn > 1
+        assert record.status == ("failed" if is_bad else "ok")
+    summary = found.summary().sessions
+    assert summary is not None
+    assert summary.time is not None
+    assert (summary.time.count, summary.time.max) == (2, math.inf)
+    assert summary.time.min < math.inf
 
 
 async def test_an_endpoint_that_cannot_be_used_is_named() -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from compared import SETTINGS, USE, failed, measured, receipt, record, result, rounds, variant
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +30,20 @@ from benchmarks.compare.variants import (
 from benchmarks.errors import BenchError
 from benchmarks.metrics import summarise
 from benchmarks.report.page import render_page
-from pdserve.types import Role
-from tests.fakes import worker_info
+from benchmarks.report.tables import figure_rows
+from pdserve.types import EngineLimits, Role
+from tests.support.benchmark_results import (
+    SETTINGS,
+    USE,
+    failed,
+    measured,
+    receipt,
+    record,
+    result,
+    rounds,
+    variant,
+)
+from tests.support.router_stack import worker_info
 
 if TYPE_CHECKING:
     from benchmarks.compare.result import CompareResult
@@ -100,11 +111,10 @@ def test_the_kv_cache_is_shared_between_the_workers_of_a_variant() -> None:
 
 
 def worker(role: Role, **changes: Any) -> WorkerInfo:
-    settings = {"cores": "1", "gpus": "", "device": "cpu"} | changes.pop("settings", {})
-    return worker_info("w", role, settings=settings, **changes)
+    return worker_info("w", role, cores=1, settings={"device": "cpu"}, **changes)
 
 
-def test_variants_that_are_set_differently_are_told_apart_by_name() -> None:
+def test_variants_with_different_settings_have_different_names() -> None:
     pd = settings_of([worker(Role.PREFILL), worker(Role.DECODE)])
     assert (pd.cores, pd.kv_cache_tokens, dict(pd.workers)) == (
         2,
@@ -113,7 +123,7 @@ def test_variants_that_are_set_differently_are_told_apart_by_name() -> None:
     )
     alike = settings_of([worker(Role.AGGREGATED), worker(Role.AGGREGATED, total_blocks=101)])
     assert differences({"1P1D": pd, "2A": alike, "peer": None}) == {}
-    other = settings_of([worker(Role.AGGREGATED, max_num_seqs=9, total_blocks=300)])
+    other = settings_of([worker(Role.AGGREGATED, limits=EngineLimits(9), total_blocks=300)])
     found = differences({"1P1D": pd, "1A": other})
     assert found == {
         "max_num_seqs": "1P1D 8, 1A 9",
@@ -123,7 +133,7 @@ def test_variants_that_are_set_differently_are_told_apart_by_name() -> None:
     assert (
         differences({"1P1D": pd, "1A": other}, ("max_num_seqs", "cores", "kv_cache_tokens")) == {}
     )
-    gpus = settings_of([worker(Role.PREFILL, settings={"gpus": "0,1"})])
+    gpus = settings_of([worker(Role.PREFILL, gpus=(0, 1))])
     assert gpus.gpus == 2
 
 
@@ -159,6 +169,18 @@ def test_figures_are_medians_and_ratios_are_of_rounds() -> None:
     assert [x["name"] for x in summary.to_json()["arms"]] == ["1P1D", "2A"]
 
 
+def test_sessions_are_compared() -> None:
+    of_session: dict[str, Any] = {"session": "s", "kept_tokens": 64, "cached_tokens": 48}
+    both = [*rounds("1P1D", [0.2] * 3, **of_session), *rounds("2A", [0.4] * 3, **of_session)]
+    found = summarise_compare(result(both))
+    apart = found.variants[0]
+    assert apart.figures["recomputed"].value == 16
+    assert apart.ratios["ttft_turn_1"].value == pytest.approx(0.5)
+    labels = [row[0][0] for row in figure_rows(found)[1]]
+    assert "session time p50, ms" in labels
+    assert "TTFT of turn 2 p50, ms" not in labels
+
+
 def test_a_variant_that_fails_requests_is_not_fast() -> None:
     broken = [measured("1P1D", 0, [record(0), failed(1)])]
     summary = summarise_compare(result([*broken, *rounds("2A", [0.1])]))
@@ -190,7 +212,7 @@ def spoil(**changes: Any) -> CompareResult:
         ),
     ],
 )
-def test_a_spoilt_run_is_invalid_and_says_why(spoilt: CompareResult, reason: str) -> None:
+def test_a_disturbed_run_is_invalid_with_the_reason(spoilt: CompareResult, reason: str) -> None:
     assert any(reason in x for x in judge(spoilt).invalid)
     assert "INVALID" in render_page(spoilt)
 

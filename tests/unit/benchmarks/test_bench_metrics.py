@@ -6,12 +6,12 @@ import io
 import math
 
 import pytest
-from compared import failed, receipt, record
 from rich.console import Console
 
 from benchmarks.metrics import PER_REQUEST, summarise
 from benchmarks.progress import Progress
 from benchmarks.stats import WARMUP, alternate, estimate, ratio
+from tests.support.benchmark_results import failed, receipt, record
 
 
 def test_the_latencies_of_one_request() -> None:
@@ -120,3 +120,19 @@ def test_progress_is_a_line_every_ten_seconds_without_a_terminal() -> None:
         progress.ended(is_ok=False)
         progress.ended(is_ok=True)
     assert out.getvalue() == "round 1: 99 of 100 requests ended, 1 failed\n"
+
+
+def test_sessions_have_their_times_and_their_tokens_that_were_computed_again() -> None:
+    turns = [
+        record(i, session="s", turn=i + 1, kept_tokens=kept, cached_tokens=cached, sent_s=10.0 * i)
+        for i, (kept, cached) in enumerate(((0, 0), (103, 96), (113, 64)))
+    ]
+    found = summarise([record(9), *turns]).sessions
+    assert found is not None
+    assert (found.sessions, found.turns, list(found.ttft)) == (1, 3, ["1", "2", "3-4"])
+    assert found.time is not None
+    assert found.waited is not None
+    assert (found.time.max, found.waited.max) == pytest.approx((20.2, 0.6))
+    assert found.recomputed_tokens == 7 + 49
+    assert found.hit_rate == pytest.approx(160 / 330)
+    assert summarise([record(1)]).sessions is None

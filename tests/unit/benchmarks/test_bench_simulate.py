@@ -10,7 +10,8 @@ import pytest
 from benchmarks.errors import BenchError
 from benchmarks.progress import Progress
 from benchmarks.simulate import Costs, Planner, Setup, drawn_trace, simulate
-from benchmarks.traces import Shape, Trace, TraceMeta, TraceRequest, load_trace
+from benchmarks.traces import Trace, TraceMeta, TraceRequest, load_trace
+from benchmarks.workload import Shape
 from pdserve.config import load_config
 
 if TYPE_CHECKING:
@@ -62,12 +63,11 @@ def test_aggregated_workers_move_no_kv() -> None:
     assert result.to_json()["target"]["name"] == "2A"
 
 
-@pytest.mark.parametrize("policy", ["slo_aware", "least_loaded"])
-def test_a_router_uses_its_region_and_spills_over_under_load(policy: str) -> None:
+def test_a_router_uses_its_region_and_spills_over_under_load() -> None:
     found = []
     trace = drawn_trace(40, 10, requests=80, seed=1)
     for rate_per_s in (0.5, 400.0):
-        config = load_config(None, {"router.policy": policy}).router
+        config = load_config(None, {"router.policy": "slo_aware"}).router
         setup = Setup(
             prefill=2,
             decode=2,
@@ -85,6 +85,21 @@ def test_a_router_uses_its_region_and_spills_over_under_load(policy: str) -> Non
     assert (idle_away, idle_crossed) == (0.0, 0.0)
     assert 0.2 < busy_away < 0.6  # half of the workers are there
     assert busy_crossed < 0.25  # at random, half of the pairs
+
+
+def test_turns_of_agents_find_their_prompts_in_the_cache() -> None:
+    config = load_config(None, {"router.policy": "prefix_aware"}).router
+    setup = Setup(aggregated=2, costs=COSTS, requests=30, rate_per_s=0.5, slo_s={})
+    shape = Shape(scale_lengths=Fraction(1, 64), max_turns=6)
+    result = simulate(setup, config, load_trace("agent"), shape, Progress())
+    assert [r.status for r in result.records] == ["ok"] * 30
+    found = result.summary().sessions
+    assert found is not None
+    assert found.recomputed_tokens is not None
+    # Only the last blocks, which answers leave incomplete.
+    assert found.recomputed_tokens < 16 * 30
+    assert found.hit_rate is not None
+    assert found.hit_rate > 0.7
 
 
 def test_lengths_can_be_drawn_instead_of_read() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from fractions import Fraction
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,17 +14,14 @@ from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
 from benchmarks.traces import (
-    PromptMaker,
-    Shape,
     Trace,
     TraceMeta,
     TraceRequest,
-    due_times_s,
+    agent_trace,
     infer_tick_s,
     load_trace,
-    shape_workload,
-    speedup_for,
 )
+from benchmarks.workload import PromptMaker, Shape, due_times_s, shape_workload, speedup_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +115,53 @@ def test_a_sidecar_sets_the_block_size(tmp_path: Path) -> None:
     written(tmp_path, "t.meta.json", '{"block_size": 0}')
     with pytest.raises(BenchError, match="block_size"):
         load_trace(path)
+
+
+def test_agents_have_the_published_figures() -> None:
+    whole = agent_trace()
+    assert whole == load_trace("agent") != agent_trace(seed=1)
+    prompts = [row.input_tokens for row in whole.requests]
+    total = sum(prompts)
+    assert sum(row.kept_tokens for row in whole.requests) / total == pytest.approx(0.963, abs=0.01)
+    assert total / len(prompts) == pytest.approx(123_000, rel=0.1)
+    assert median(prompts) == pytest.approx(105_000, rel=0.1)
+    assert len(prompts) / 200 == pytest.approx(69, rel=0.1)
+    answers = [row.output_tokens for row in whole.requests]
+    assert (mean(answers), median(answers)) == pytest.approx((439, 216), rel=0.1)
+    pauses = [row.pause_s for row in whole.requests if row.kept_tokens]
+    assert median(pauses) == pytest.approx(10.0, rel=0.1)
+
+
+def test_turns_keep_what_their_lengths_or_their_blocks_say(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "session_id": "s", "delay": 1500}
+    plain = [row | {"input_length": n, "output_length": 10} for n in (20, 50, 25)]
+    path = written(tmp_path, "t.jsonl", "\n".join(map(json.dumps, plain)))
+    assert [x.kept_tokens for x in load_trace(path).requests] == [0, 30, 24]
+    assert load_trace(path).requests[1].pause_s == 1.5
+    ids = [{"hash_ids": x} for x in ([1, 2, 3], [1, 2, 4], [1, 2, 4])]
+    blocks = [a | b | {"input_length": 24} for a, b in zip(plain, ids, strict=True)]
+    path = written(tmp_path, "b.jsonl", "\n".join(map(json.dumps, blocks)))
+    written(tmp_path, "b.meta.json", '{"block_size": 8}')
+    assert [x.kept_tokens for x in load_trace(path).requests] == [0, 16, 23]
+
+
+def of_sessions(*turns: tuple[str, int]) -> Trace:
+    rows = [TraceRequest(float(i), n, 1, session=name) for i, (name, n) in enumerate(turns)]
+    return Trace(TraceMeta(name="t"), tuple(rows))
+
+
+def test_sessions_are_taken_from_their_start_and_one_after_the_other() -> None:
+    whole = of_sessions(("a", 1), ("b", 2), ("a", 3), ("b", 4), ("c", 5), ("a", 6), ("b", 7))
+
+    def sent(**changes: int) -> list[int]:
+        return [row.input_tokens for _, row in shape_workload(whole, Shape(**changes)).rows]
+
+    assert sent(limit=4) == [1, 2, 3, 6]
+    assert sent(limit=3, skip=4) == [2, 4, 7]
+    assert sent(max_turns=2) == [1, 2, 3, 4, 5]
+    assert sent(max_total_tokens=4) == [1, 2, 3]
+    cut = shape_workload(whole, Shape(max_turns=1)).cut
+    assert (cut.sessions, cut.shortened, cut.dropped) == (3, 4, 0)
 
 
 def test_a_rounded_log_is_recognised() -> None:

@@ -1,4 +1,4 @@
-"""Fixtures: a rig for each transport, and the check that a test leaves nothing behind."""
+"""Fixtures: workers for each transport, and a check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.patience import WAIT_S
-from tests.unit.kv_transfer.rig import TRANSPORTS, Rig, open_files, own_threads
+from tests.support.kv_pair import TRANSPORTS, KvWorkers, open_files, own_threads
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,22 +29,22 @@ def clean() -> Iterator[None]:
 
 
 @pytest.fixture(params=TRANSPORTS)
-def rig(request: pytest.FixtureRequest, clean: None) -> Iterator[Rig]:
-    """Workers that exchange KV over each transport in turn."""
-    made = Rig(TRANSPORTS[request.param])
+def kv_workers(request: pytest.FixtureRequest, clean: None) -> Iterator[KvWorkers]:
+    """Yield a factory of workers for each transport in turn."""
+    made = KvWorkers(TRANSPORTS[request.param])
     yield made
     made.close()
 
 
 @pytest.fixture
-def tcp_rig(clean: None) -> Iterator[Rig]:
-    made = Rig(TRANSPORTS["tcp"])
+def tcp_workers(clean: None) -> Iterator[KvWorkers]:
+    made = KvWorkers(TRANSPORTS["tcp"])
     yield made
     made.close()
 
 
 @pytest.fixture
-def shm_rig(clean: None) -> Iterator[Rig]:
-    made = Rig(TRANSPORTS["shm"])
+def shm_rig(clean: None) -> Iterator[KvWorkers]:
+    made = KvWorkers(TRANSPORTS["shm"])
     yield made
     made.close()

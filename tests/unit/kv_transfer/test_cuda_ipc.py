@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 from typing import Any
 
 import pytest
 import torch
 
-from kv_transfer.device.region import device_region
-from kv_transfer.layout import PagePart
+from kv_transfer.cache.cuda_runtime import CudaRuntime
+from kv_transfer.cache.geometry import PagePart
+from kv_transfer.cache.gpu_memory import device_region
 from kv_transfer.protocol.messages import ChunkReady
-from kv_transfer.transport import cuda_ipc
-from kv_transfer.transport.base import LocalKv, TransportUnavailable
+from kv_transfer.protocol.transport import LocalKv, TransportUnavailable
 from kv_transfer.transport.cuda_ipc import CudaIpcTransport
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 2, 4, 16
 
 
 class Link:
-    """Keeps what is written."""
+    """A link that keeps its messages."""
 
     def __init__(self) -> None:
         self.written: list[ChunkReady] = []
@@ -28,23 +28,52 @@ class Link:
         self.written.append(message)
 
 
-@pytest.fixture(autouse=True)
-def handles(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.UntypedStorage]:
-    numbers, shared = itertools.count(), dict[int, torch.UntypedStorage]()
+class FakeCuda:
+    """libcudart, with addresses in place of handles."""
 
-    def export(view: torch.Tensor) -> list[Any]:
-        number = next(numbers)
-        shared[number] = view.untyped_storage()
-        return [number]
+    def __init__(self) -> None:
+        self.exported, self.mapped, self.errors_cleared = 0, 0, 0
 
-    def opened(handle: list[Any], device: torch.device) -> torch.UntypedStorage:
-        if handle[0] not in shared:
-            raise RuntimeError("CUDA error: invalid resource handle")
-        return shared[handle[0]]
+        # ctypes sets attributes of a library's functions; methods have none.
+        def get_handle(handle: Any, address: int) -> int:
+            ctypes.memmove(handle, address.to_bytes(8), 8)
+            self.exported += 1
+            return 0
 
-    monkeypatch.setattr(cuda_ipc, "_export", export)
-    monkeypatch.setattr(cuda_ipc, "_open", opened)
-    return shared
+        def open_handle(out: Any, handle: Any, flags: int) -> int:
+            out._obj.value = int.from_bytes(bytes(handle)[:8])
+            self.mapped += bool(out._obj.value)
+            return 0 if out._obj.value else 400
+
+        def close_handle(address: int) -> int:
+            self.mapped -= 1
+            return 0
+
+        def last_error() -> int:
+            self.errors_cleared += 1
+            return 0
+
+        self.cudaIpcGetMemHandle = get_handle
+        self.cudaIpcOpenMemHandle = open_handle
+        self.cudaIpcCloseMemHandle = close_handle
+        self.cudaGetErrorString = lambda code: b"invalid resource handle"
+        self.cudaGetLastError = last_error
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def transport(cuda: FakeCuda) -> CudaIpcTransport:
+    return CudaIpcTransport(CudaRuntime(cuda))
+
+
+def allocate(monkeypatch: pytest.MonkeyPatch, *tensors: torch.Tensor) -> None:
+    """Let torch say that it allocated these tensors, each 512 bytes into an allocation."""
+    segments = [{"address": t.data_ptr() - 512, "total_size": t.nbytes + 512} for t in tensors]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
 
 
 def cache(seed: int) -> torch.Tensor:
@@ -54,12 +83,15 @@ def cache(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_apart", [False, True], ids=["one-allocation", "one-a-layer"])
-def test_the_consumer_copies_announced_blocks_from_the_producers_cache(is_apart: bool) -> None:
+def test_the_consumer_copies_announced_blocks_from_the_producers_cache(
+    is_apart: bool, cuda: FakeCuda, transport: CudaIpcTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = cache(1), cache(2)
     views = [layer.clone() for layer in source] if is_apart else list(source)
+    allocate(monkeypatch, *(views if is_apart else [source]))
     producing = LocalKv((device_region(views, BLOCKS),), None)
     consuming = LocalKv((device_region(list(target), BLOCKS),), None)
-    transport, link = CudaIpcTransport(), Link()
+    link = Link()
     offer = transport.offer(producing)
     assert offer is not None
     consumer, details = transport.consumer(consuming, offer, link)  # type: ignore[arg-type]
@@ -72,36 +104,56 @@ def test_the_consumer_copies_announced_blocks_from_the_producers_cache(is_apart:
     want[:, [0, 5]] = source[:, [4, 2]]
     assert consumer.receive(link.written[0], [0, 5], whole) == digest
     assert torch.equal(target, want)
+    assert cuda.mapped == (LAYERS if is_apart else 1)
     consumer.close()
+    assert cuda.mapped == 0
 
 
-def test_memory_that_cannot_be_mapped_goes_over_the_next_transport() -> None:
-    local, link = LocalKv((device_region(list(cache(1)), BLOCKS),), None), Link()
-    transport = CudaIpcTransport()
+def test_memory_that_cannot_be_mapped_goes_over_the_next_transport(
+    cuda: FakeCuda, transport: CudaIpcTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = cache(1)
+    allocate(monkeypatch, source)
+    local, link = LocalKv((device_region(list(source), BLOCKS),), None), Link()
     offer = transport.offer(local)
     assert offer is not None
     (group,) = offer["groups"]
+    ((handle, offset, size),) = offer["handles"]
     for change, match in (
-        ({"handles": [[99]]}, "invalid resource handle"),
+        ({"handles": [[bytes(64), offset, size]]}, "invalid resource handle"),
+        ({"handles": [[handle[:63], offset, size]]}, "not a handle"),
+        ({"handles": [["text", offset, size]]}, "not a handle"),
+        ({"handles": [[handle, 1.5, size]]}, "not a handle"),
+        ({"handles": [[handle, -1, size]]}, "bytes from -1"),
+        ({"handles": [[handle, offset, 0]]}, "0 bytes"),
+        ({"handles": [[handle]]}, "cannot map"),
         ({"groups": [group | {"views": group["views"][:2]}]}, "differ in layers"),
         ({"groups": [group | {"shape": None}]}, "cannot map"),
         ({"groups": []}, "cannot map"),
     ):
         with pytest.raises(TransportUnavailable, match=match):
             transport.consumer(local, offer | change, link)  # type: ignore[arg-type]
+    assert cuda.mapped == 0
+    assert cuda.errors_cleared == 1  # else torch's next call would raise it
 
 
-def test_the_cache_is_exported_once_for_all_links(handles: dict[int, torch.UntypedStorage]) -> None:
-    local = LocalKv((device_region(list(cache(1)), BLOCKS),), None)
-    transport = CudaIpcTransport()
+def test_the_cache_is_exported_once_for_all_links(
+    cuda: FakeCuda, transport: CudaIpcTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = cache(1)
+    allocate(monkeypatch, source)
+    local = LocalKv((device_region(list(source), BLOCKS),), None)
     assert transport.offer(local) == transport.offer(local)
-    assert len(handles) == 1
+    assert cuda.exported == 1
 
 
-def test_a_cache_that_cuda_does_not_share_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def export(view: torch.Tensor) -> list[Any]:
-        raise RuntimeError("CUDA error: invalid argument")
-
-    monkeypatch.setattr(cuda_ipc, "_export", export)
-    local = LocalKv((device_region(list(cache(1)), BLOCKS),), None)
-    assert CudaIpcTransport().offer(local) is None
+def test_a_cache_that_cuda_does_not_share_is_not_offered(
+    cuda: FakeCuda, transport: CudaIpcTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = cache(1)
+    local = LocalKv((device_region(list(source), BLOCKS),), None)
+    allocate(monkeypatch)  # nothing
+    assert transport.offer(local) is None
+    allocate(monkeypatch, source)
+    cuda.cudaIpcGetMemHandle = lambda handle, address: 1
+    assert CudaIpcTransport(CudaRuntime(cuda)).offer(local) is None

@@ -1,5 +1,5 @@
-"""Memory that is handed from process to process: to whom, through which directory, and what happens
-where that does not work."""
+"""Memory that one process hands to another: who may get it, through which directory, and what
+follows if that fails."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ import pytest
 from msgspec import structs
 
 from kv_transfer import transport
+from kv_transfer.cache.host_memory import SharedMemory
 from kv_transfer.errors import KvTransferError
-from kv_transfer.memory import SharedMemory
-from kv_transfer.protocol import peers as peers_module
-from kv_transfer.settings import KvSettings
-from kv_transfer.snapshot import KvState
+from kv_transfer.protocol import handshake
+from kv_transfer.protocol.snapshot import KvState
+from kv_transfer.settings import ConnectorConfig
 from kv_transfer.transport.descriptors import Descriptors
 from pdserve.errors import ConfigError
 from pdserve.types import KvLedger
-from tests.patience import WAIT_S
-from tests.unit.kv_transfer.caches import Cache, geometry
-from tests.unit.kv_transfer.rig import (
+from tests.support.kv_caches import HostCache, geometry
+from tests.support.kv_pair import (
     FROM,
     TO,
     TRANSPORTS,
+    KvWorker,
+    KvWorkers,
     N,
-    Rig,
-    Worker,
     check_exact,
     transfer,
     until,
 )
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def make(tmp_path: Path, memory: SharedMemory, clean: None) -> Iterator[Callable
     made: list[Descriptors] = []
 
     def make(**settings: str) -> Descriptors:
-        made.append(Descriptors(KvSettings(shared_dir=str(tmp_path), **settings)))  # type: ignore[arg-type]
+        made.append(Descriptors(ConnectorConfig(shared_dir=str(tmp_path), **settings)))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -112,8 +112,8 @@ def test_the_socket_of_a_killed_process_is_removed(
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv\.shared_dir: .*none is not a directory"):
-        transport.make(KvSettings(shared_dir=str(tmp_path / "none")))
-    settings = KvSettings(shared_dir=str(tmp_path))
+        transport.make(ConnectorConfig(shared_dir=str(tmp_path / "none")))
+    settings = ConnectorConfig(shared_dir=str(tmp_path))
     private = Descriptors(settings).directory
     private.chmod(0o755)
     with pytest.raises(KvTransferError, match="not a directory that only we may enter"):
@@ -123,7 +123,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 def test_a_directory_with_a_long_name_serves_too(tmp_path: Path, memory: SharedMemory) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    settings = KvSettings(shared_dir=str(deep))
+    settings = ConnectorConfig(shared_dir=str(deep))
     producer, consumer = Descriptors(settings), Descriptors(settings)
     producer.share(memory.path)
     os.close(consumer.fetch(producer.name, producer.key))
@@ -133,23 +133,23 @@ def test_a_directory_with_a_long_name_serves_too(tmp_path: Path, memory: SharedM
 # -- which transport two workers get
 
 
-def transports(settings: KvSettings) -> list[object]:
+def transports(settings: ConnectorConfig) -> list[object]:
     return [TRANSPORTS[name](settings) for name in ("shm", "tcp")]
 
 
-def two_workers(rig: Rig, *directories: Path) -> tuple[Worker, Worker]:
+def two_workers(kv_workers: KvWorkers, *directories: Path) -> tuple[KvWorker, KvWorker]:
     """Return (producer, consumer) that may use shm and tcp, each with its directory."""
     made = []
     for directory in directories:
         directory.mkdir(exist_ok=True)
         path = str(directory)
-        both = transports(KvSettings(shared_dir=path))
-        made.append(rig.worker(transports=both, shared_dir=path))
+        both = transports(ConnectorConfig(shared_dir=path))
+        made.append(kv_workers.worker(transports=both, shared_dir=path))
     return made[0], made[1]
 
 
 def test_workers_of_one_host_without_a_common_directory_say_that_they_use_tcp(
-    shm_rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shm_rig: KvWorkers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = two_workers(shm_rig, tmp_path / "one", tmp_path / "other")
     before = target.cache.blocks()
@@ -168,12 +168,12 @@ def test_workers_of_one_host_without_a_common_directory_say_that_they_use_tcp(
 
 @pytest.mark.parametrize("names", [("auto",), ("shm", "tcp")])
 def test_between_hosts_tcp_is_a_downgrade_only_if_shm_was_asked_for(
-    shm_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+    shm_rig: KvWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
     source, target = two_workers(shm_rig, tmp_path, tmp_path)
-    target.peers._settings = structs.replace(target.settings, transports=names)
+    target.peers._handshake._settings = structs.replace(target.settings, transports=names)
     hosts = iter(["one", "other"])
-    monkeypatch.setattr(peers_module, "boot_id", lambda: next(hosts))
+    monkeypatch.setattr(handshake, "boot_id", lambda: next(hosts))
     transfer(source, target)
     (link,) = target.look().links
     assert link.transport == "tcp"
@@ -186,7 +186,9 @@ def test_between_hosts_tcp_is_a_downgrade_only_if_shm_was_asked_for(
 PRODUCER = "producer"
 
 
-def test_a_worker_in_another_pid_namespace_maps_the_memory(shm_rig: Rig, tmp_path: Path) -> None:
+def test_a_worker_in_another_pid_namespace_maps_the_memory(
+    shm_rig: KvWorkers, tmp_path: Path
+) -> None:
     apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     tried = subprocess.run([*apart, "true"], capture_output=True, text=True, check=False)
     if refused := tried.stderr:
@@ -203,13 +205,13 @@ def test_a_worker_in_another_pid_namespace_maps_the_memory(shm_rig: Rig, tmp_pat
         assert process.stdout is not None
         pid, address = process.stdout.readline().split()
         assert int(pid) < process.pid  # it counts from 1
-        both = transports(KvSettings(shared_dir=shared))
+        both = transports(ConnectorConfig(shared_dir=shared))
         target = shm_rig.worker(transports=both, shared_dir=shared)
         source = Remote(address)
         target.start(source, "t", TO, N)  # type: ignore[arg-type]
         until(lambda: target.ended, target)
         assert target.look().links[0].transport == "shm"
-        same = Cache(geometry(), seed=zlib.crc32(PRODUCER.encode()))
+        same = HostCache(geometry(), seed=zlib.crc32(PRODUCER.encode()))
         assert [target.cache.block(b) for b in TO] == [same.block(b) for b in FROM]
         process.stdin.close()
         assert process.wait(WAIT_S) == 0
@@ -217,21 +219,21 @@ def test_a_worker_in_another_pid_namespace_maps_the_memory(shm_rig: Rig, tmp_pat
 
 @dataclasses.dataclass
 class Remote:
-    """A worker in another process."""
+    """Start a worker in another process."""
 
     address: str
     instance_id: str = PRODUCER
 
 
 def run_producer(shared_dir: str) -> None:
-    """Be a worker that has computed one prompt, until the standard input ends."""
-    rig = Rig(TRANSPORTS["shm"])
-    worker = rig.worker(instance_id=PRODUCER, shared_dir=shared_dir)
+    """Run a worker that has computed one prompt until standard input ends."""
+    kv_workers = KvWorkers(TRANSPORTS["shm"])
+    worker = kv_workers.worker(instance_id=PRODUCER, shared_dir=shared_dir)
     worker.prefill("t", FROM, N)
     sys.stdout.write(f"{os.getpid()} {worker.address}\n")
     sys.stdout.flush()
     sys.stdin.read()
-    rig.close()
+    kv_workers.close()
 
 
 if __name__ == "__main__":

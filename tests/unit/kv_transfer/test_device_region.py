@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.device.region import DeviceRegion, device_region
+from kv_transfer.cache import gpu_memory
+from kv_transfer.cache.geometry import KvGeometry
+from kv_transfer.cache.gpu_memory import DeviceRegion, device_region
+from kv_transfer.cache.host_memory import KvRegion
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
-from kv_transfer.layout import KvGeometry
-from kv_transfer.memory import KvRegion
+from kv_transfer.settings import DEVICE_COPIES
+from tests.support.timeouts import WAIT_S
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 4, 8, 5
 SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
@@ -64,7 +69,7 @@ def test_blocks_pass_between_any_two_physical_layouts(
 
 @pytest.mark.parametrize("content", [CONTENT, 16])
 def test_the_digest_is_that_of_the_same_pages_in_host_memory(content: int) -> None:
-    """Of pages that are whole rows of 64 bytes, and of pages that are not."""
+    """Pages may or may not be whole rows of 64 bytes."""
     dice = torch.Generator().manual_seed(3)
     shape = (LAYERS, BLOCKS, HEADS, TOKENS, content)
     cache = torch.randint(0, 2**15, shape, dtype=torch.int16, generator=dice)
@@ -90,6 +95,7 @@ def test_some_heads_of_each_block_pass_alone() -> None:
     head = regions[0].geometry.page_bytes // HEADS
     move(regions[0].narrowed(3 * head, head), regions[1].narrowed(head, head), [2], [5])
     assert torch.equal(stack(target), want)
+    assert regions[0].narrowed(head, head) is regions[0].narrowed(head, head)  # made once
     for start, size in ((0, head - 1), (1, head), (HEADS * head, head), (0, 0)):
         with pytest.raises(KvTransferError, match="not whole heads"):
             regions[0].narrowed(start, size)
@@ -104,12 +110,12 @@ def test_a_block_may_be_several_of_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("ids", [[BLOCKS], [-1], [1, 1]])
-def test_a_table_that_is_not_of_this_cache_is_refused(ids: list[int]) -> None:
+def test_a_block_table_of_another_cache_is_refused(ids: list[int]) -> None:
     with pytest.raises(KvTransferError):
         device_region(caches("LBHNC"), BLOCKS).gather(ids, torch.zeros(10**4, dtype=torch.uint8))
 
 
-def test_a_layout_that_is_none_of_vllms_is_refused() -> None:
+def test_a_layout_unknown_to_vllm_is_refused() -> None:
     for views, blocks in (
         ([torch.zeros(4, 2, 4)], 4),
         ([torch.zeros(4, 2, 8, 4).transpose(2, 3)], 4),
@@ -129,3 +135,26 @@ def test_a_thread_takes_the_gpu_on_which_the_cache_is(monkeypatch: pytest.Monkey
     region.views = (SimpleNamespace(device=torch.device("cuda", 1)),)
     region.enter_thread()
     assert taken == [torch.device("cuda", 1)]
+
+
+def test_copies_of_many_links_take_the_memory_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's KV cache is smaller by as much (`ConnectorConfig.device_bytes`)."""
+    began, go = threading.Semaphore(0), threading.Event()
+
+    def folded(sums: torch.Tensor) -> bytes:
+        began.release()
+        assert go.wait(WAIT_S)
+        return b""
+
+    monkeypatch.setattr(gpu_memory, "_folded", folded)
+    region = device_region(caches("LBHNC"), BLOCKS)
+    with ThreadPoolExecutor(2 * DEVICE_COPIES) as links:
+        for _ in range(DEVICE_COPIES):
+            links.submit(region.digests, [0])
+            links.submit(region.copy_from, region, [1], [1])
+        try:
+            assert all(began.acquire(timeout=WAIT_S) for _ in range(DEVICE_COPIES))
+            assert not gpu_memory._copying.acquire(blocking=False)
+        finally:
+            go.set()
+        assert all(began.acquire(timeout=WAIT_S) for _ in range(DEVICE_COPIES))

@@ -14,10 +14,18 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kv_transfer.cache.geometry import GroupKind, KvGroup
 from kv_transfer.errors import UnsupportedLayout
-from kv_transfer.layout import GroupKind, KvGroup
-from kv_transfer.vllm.layout import check_model, groups_of, weights_digest
-from kv_transfer.vllm.scheduler import SchedulerHalf
+from kv_transfer.protocol.plan import CopyPlan, Shard
+from kv_transfer.vllm.continuation import patch_runner_v1
+from kv_transfer.vllm.kv_layout import (
+    LayerGroup,
+    check_model,
+    describe,
+    groups_of,
+    weights_digest,
+)
+from kv_transfer.vllm.scheduler_half import SchedulerHalf
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +58,7 @@ def test_groups_are_planned_with_those_first_that_stream() -> None:
         (MambaSpec(32, **STATE, num_speculative_blocks=2), "MambaSpec with speculative decoding"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_move_is_refused_by_name(spec: Any, name: str) -> None:
+def test_a_cache_that_cannot_be_transferred_is_refused_by_name(spec: Any, name: str) -> None:
     with pytest.raises(UnsupportedLayout, match=f"KV of {name} cannot be handed over"):
         groups_of(config(spec))
 
@@ -127,3 +135,42 @@ def test_equal_weights_have_one_digest_and_trained_ones_another(tmp_path: Path) 
     (tmp_path / "here" / "model.safetensors").write_bytes(b"\1" * 300_001)
     assert weights_digest(str(tmp_path / "here")) not in digests
     assert weights_digest("org/name") == ""
+
+
+def test_two_names_of_one_cache_format_are_compatible() -> None:
+    """A state's fields need no attention backend."""
+    state: Any = MambaSpec(32, **STATE)  # type: ignore[arg-type]
+    group = LayerGroup(KvGroup(0, 32, GroupKind.STATE), ("0",), state)
+    plan = CopyPlan((Shard(1, 128, group.group),))
+    text = SimpleNamespace(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = SimpleNamespace(
+        model="org/name", revision=None, hf_text_config=text, get_vocab_size=lambda: 8
+    )
+
+    def keys(cache_dtype: str) -> dict[str, str]:
+        config: Any = SimpleNamespace(
+            model_config=model,
+            speculative_config=None,
+            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+        cache = torch.zeros(2, 1, 1, 128, dtype=torch.uint8)
+        return describe(config, [group], {"0": cache}, plan)
+
+    assert keys("fp8") == keys("fp8_e4m3") != keys("fp8_e5m2")
+
+
+@pytest.mark.parametrize(("tokens", "warns"), [([7], True), ([], False)])
+def test_a_seeded_continuation_on_runner_v1_of_a_gpu_says_what_it_is_not(
+    tokens: list[int],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner: Any = SimpleNamespace(CachedRequestState=dict)
+    monkeypatch.setattr("vllm.v1.worker.gpu_model_runner", runner, raising=False)
+    patch_runner_v1({"r": tokens})
+    generator = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    made = runner.CachedRequestState(req_id="r", generator=generator)
+    assert made.get("output_token_ids", []) == tokens
+    assert ("may differ from those of one engine" in caplog.text) == warns

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_transfer.cache.geometry import GroupKind, KvGroup, PagePart
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
-from kv_transfer.layout import GroupKind, KvGroup, PagePart
-from kv_transfer.protocol.plan import Plan, Shard
+from kv_transfer.protocol.plan import CopyPlan, Shard
 
 SIZES = st.sampled_from([1, 2, 4, 8])
 HEAD = 32  # bytes of one head in a page
@@ -18,8 +18,8 @@ def shard(tp: int, heads: int, rank: int = 0) -> Shard:
     return Shard(heads, HEAD, KvGroup(0, 4), tp, rank)
 
 
-def plan(tp: int, heads: list[int], rank: int = 0) -> Plan:
-    return Plan(tuple(shard(tp, count, rank) for count in heads))
+def plan(tp: int, heads: list[int], rank: int = 0) -> CopyPlan:
+    return CopyPlan(tuple(shard(tp, count, rank) for count in heads))
 
 
 @given(
@@ -31,7 +31,7 @@ def plan(tp: int, heads: list[int], rank: int = 0) -> Plan:
 def test_each_consumer_rank_reads_each_of_its_heads_once_from_a_rank_that_holds_it(
     producer_tp: int, consumer_tp: int, heads: list[int], transfer_id: str
 ) -> None:
-    """Of each group, whose heads may differ in number."""
+    """Groups may differ in their number of heads."""
     readers: dict[int, list[int]] = {rank: [] for rank in range(producer_tp)}
     declined: list[int] = []
     for rank in range(consumer_tp):
@@ -54,8 +54,9 @@ def test_each_consumer_rank_reads_each_of_its_heads_once_from_a_rank_that_holds_
     for rank, counts in readers.items():
         assert counts == [len(counts)] * len(counts)
         assert declined.count(rank) == (not counts)
-    told = [p for c in range(consumer_tp) for p in plan(consumer_tp, heads, c).told(producer_tp)]
-    assert sorted(told) == list(range(producer_tp))
+    plans = [plan(consumer_tp, heads, rank) for rank in range(consumer_tp)]
+    notified = [p for each in plans for p in each.notifies(producer_tp)]
+    assert sorted(notified) == list(range(producer_tp))
 
 
 def test_replicas_share_the_work_by_transfer() -> None:

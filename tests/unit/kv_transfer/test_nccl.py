@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kv_transfer.device.region import device_region
+from kv_transfer.cache.geometry import PagePart
+from kv_transfer.cache.gpu_memory import device_region
 from kv_transfer.errors import KvTransferError
-from kv_transfer.layout import PagePart
-from kv_transfer.protocol.messages import HEADER, ChunkReady, Inner, Message, decode, encode
-from kv_transfer.settings import KvSettings
-from kv_transfer.transport import nccl as module
-from kv_transfer.transport.base import LocalKv, TransportUnavailable
-from kv_transfer.transport.nccl import (
-    NcclConsumer,
-    NcclProducer,
-    NcclTransport,
-    limits_from,
-)
-from kv_transfer.transport.nccl_binding import Result
-from tests.patience import WAIT_S
-from tests.unit.kv_transfer.fake_nccl import Fabric, FakeGpu, FakeNccl
+from kv_transfer.protocol.messages import ChunkReady, Inner
+from kv_transfer.protocol.transport import LocalKv, TransportUnavailable
+from kv_transfer.settings import ConnectorConfig
+from kv_transfer.transport.nccl import transport as module
+from kv_transfer.transport.nccl.binding import Result
+from kv_transfer.transport.nccl.communicators import Communicators
+from kv_transfer.transport.nccl.limits import RECEIVER, SENDER, Limits, limits_from
+from kv_transfer.transport.nccl.link_ends import NcclConsumer, NcclProducer
+from kv_transfer.transport.nccl.transport import NcclTransport
+from tests.support.fake_nccl import Fabric, FakeGpu, FakeLink, FakeNccl
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,40 +35,16 @@ if TYPE_CHECKING:
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 12, 2, 4, 8
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT
 WHOLE = PagePart(0, 0, 0, HEADS * TOKENS * CONTENT)
-LIMITS = module.Limits(communicators=2, slots=2, slot_bytes=2 * BLOCK_BYTES, init_s=5.0, op_s=5.0)
+# A sender's end has room for two, and one receiver's.
+ONE_PAIR = sum(Limits().communicator_bytes(rank) for rank in (SENDER, RECEIVER))
+TWO_SENDERS = ONE_PAIR + Limits().communicator_bytes(SENDER)
+LIMITS = Limits(TWO_SENDERS, slots=2, slot_bytes=2 * BLOCK_BYTES, init_s=5.0, op_s=5.0, keep_s=0.0)
+DIRECT = replace(LIMITS, min_direct_bytes=BLOCK_BYTES)
 FROM, TO = [7, 2, 9, 0, 5], [1, 11, 3, 4, 8]
 
 
-class FakeLink:
-    """One end of a link: what a transport may ask of it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.is_down = False
-
-    def post(self, message: Message) -> None:
-        self.sock.sendall(encode(message))
-
-    write = post
-
-    def read(self) -> Message:
-        header = self._receive(HEADER.size)
-        return decode(self._receive(HEADER.unpack(header)[0]))
-
-    def _receive(self, size: int) -> bytes:
-        data = self.sock.recv(size, socket.MSG_WAITALL)
-        if len(data) < size:
-            raise KvTransferError("the peer closed the link")
-        return data
-
-    def close(self) -> None:
-        self.is_down = True
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-
-
 class Pair:
-    """Both ends of a link, each with the reader thread that a link has."""
+    """Both ends of a link, each with a reader thread."""
 
     def __init__(self, world: World) -> None:
         self.links = [FakeLink(sock) for sock in socket.socketpair()]
@@ -96,7 +70,7 @@ class Pair:
             while True:
                 message = self.links[0].read()
                 assert isinstance(message, Inner)
-                self.producer.told(message.body)
+                self.producer.on_inner(message.body)
         self.links[0].close()
 
     def _read_consumer(self) -> None:
@@ -109,7 +83,7 @@ class Pair:
                     self.received.put(None)
                 else:
                     assert isinstance(message, Inner)
-                    self.consumer.told(message.body)
+                    self.consumer.on_inner(message.body)
         except (KvTransferError, OSError) as error:
             self.received.put(error)
         self.links[1].close()
@@ -125,14 +99,14 @@ class Pair:
             raise
 
     def move(self, source: list[int] = FROM, target: list[int] | None = TO) -> None:
-        """Push, and wait until the consumer has it."""
+        """Push, and wait until the consumer has received the chunk."""
         self.push(source, target)
         error = self.received.get(timeout=WAIT_S)
         if error is not None:
             raise error
 
     def fails(self, reason: str) -> None:
-        """One end fails with the reason, and the other because the link ends."""
+        """Assert that one end fails for this reason, and the other because the link ends."""
         with pytest.raises(KvTransferError) as pushed:
             self.push()
         received = self.received.get(timeout=WAIT_S)
@@ -154,7 +128,7 @@ class World:
     """A prefill and a decode process, and the links between them."""
 
     def __init__(
-        self, limits: module.Limits = LIMITS, across_layers: tuple[bool, bool] = (False, False)
+        self, limits: Limits = LIMITS, across_layers: tuple[bool, bool] = (False, False)
     ) -> None:
         self.fabric = Fabric()
         self.nccls = FakeNccl(self.fabric), FakeNccl(self.fabric)
@@ -194,7 +168,7 @@ class World:
             pair.close()
         assert not [comm for each in self.nccls for comm in each.live]
         for transport in (self.producer, self.consumer):
-            assert len(transport.communicators[0]) == len(transport.communicators[1]) == 0
+            assert len(transport._communicators) == 0
             for staging in transport._staging.values():
                 assert staging.free + staging.lost == staging.count
 
@@ -213,7 +187,7 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
-def test_a_chunk_is_one_send_a_slot_whatever_its_layers(world: World) -> None:
+def test_a_chunk_is_one_send_per_slot_regardless_of_layers(world: World) -> None:
     """5 blocks of 3 layers, 2 blocks a slot; the communicator is made on demand."""
     pair = world.pair()
     assert not world.nccls[0].live
@@ -226,14 +200,14 @@ def test_a_chunk_is_one_send_a_slot_whatever_its_layers(world: World) -> None:
 
 
 def test_nothing_is_posted_before_the_other_end_posts_too(world: World) -> None:
-    """The receiver posts, and then the sender; fake_nccl.py refuses every other order."""
+    """The receiver posts before the sender; fake_nccl.py refuses every other order."""
     pair = world.pair()
-    pair.consumer.in_use.acquire()  # the consumer does not get to its answer
+    pair.consumer.communicator.in_use.acquire()  # the consumer does not get to its answer
     pushing = threading.Thread(target=pair.push, daemon=True)
     pushing.start()
     until(lambda: world.nccls[0].live)
     assert world.fabric.posts == []
-    pair.consumer.in_use.release()
+    pair.consumer.communicator.in_use.release()
     pushing.join(WAIT_S)
     assert world.fabric.posts == [1, 0, 1, 0, 1, 0]
 
@@ -260,11 +234,9 @@ def test_bytes_are_sent_once_they_are_gathered_and_received_once_they_are_scatte
     assert torch.equal(world.memory[1][:, TO[:2]], world.memory[0][:, FROM[:2]])
 
 
-def test_parts_of_a_chunk_are_gathered_sent_and_scattered_at_the_same_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_chunk_are_gathered_sent_and_scattered_at_the_same_time() -> None:
     """The first part is in place while the second is still being gathered."""
-    monkeypatch.setattr(module, "PART_BYTES", BLOCK_BYTES)
+    world = World(replace(LIMITS, part_bytes=BLOCK_BYTES))
     world.fabric.is_strict = False
     pair = world.pair()
     world.gpus[0].copies_left = 1
@@ -276,16 +248,13 @@ def test_parts_of_a_chunk_are_gathered_sent_and_scattered_at_the_same_time(
     pushing.join(WAIT_S)
     assert pair.received.get(timeout=WAIT_S) is None
     assert torch.equal(world.memory[1][:, TO[1]], world.memory[0][:, FROM[1]])
+    world.close()
 
 
 @pytest.mark.parametrize("target", [TO, None])
-def test_blocks_that_are_one_run_of_bytes_go_without_staging(
-    target: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_are_one_run_of_bytes_go_without_staging(target: list[int] | None) -> None:
     """vLLM's layouts with the block outermost, which the connector asks for."""
-    monkeypatch.setattr(module, "MAX_GROUP", 2)
-    monkeypatch.setattr(module, "MIN_DIRECT_BYTES", BLOCK_BYTES)
-    world = World(across_layers=(True, True))
+    world = World(replace(DIRECT, max_group=2), across_layers=(True, True))
     world.fabric.is_strict = False
     before = world.memory[1].clone()
     world.gpus[0].copies_left = world.gpus[1].copies_left = 0
@@ -298,22 +267,18 @@ def test_blocks_that_are_one_run_of_bytes_go_without_staging(
 
 @pytest.mark.parametrize("across_layers", [(True, False), (True, True)], ids=["unlike", "short"])
 def test_blocks_that_lie_otherwise_at_the_other_end_or_are_short_are_staged(
-    across_layers: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+    across_layers: tuple[bool, bool],
 ) -> None:
-    monkeypatch.setattr(module, "MIN_DIRECT_BYTES", BLOCK_BYTES + all(across_layers))
-    world = World(across_layers=across_layers)
+    limits = replace(LIMITS, min_direct_bytes=BLOCK_BYTES + all(across_layers))
+    world = World(limits, across_layers=across_layers)
     world.pair().move()
     assert world.is_exact()
     assert max(world.fabric.groups) == 1
     world.close()
 
 
-def test_blocks_into_which_nccl_writes_are_not_given_away_before_the_gpu_rests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "QUARANTINE_S", 0.0)
-    monkeypatch.setattr(module, "MIN_DIRECT_BYTES", BLOCK_BYTES)
-    world = World(across_layers=(True, True))
+def test_blocks_into_which_nccl_writes_are_not_given_away_before_the_gpu_rests() -> None:
+    world = World(replace(DIRECT, quarantine_s=0.0), across_layers=(True, True))
     pair = world.pair()
     world.fabric.is_held = True
     with ThreadPoolExecutor(1) as pool:
@@ -338,21 +303,20 @@ def test_a_new_link_joins_before_its_first_chunk(world: World) -> None:
     assert len(world.nccls[0].comms) == 1
 
 
-def test_a_chunk_that_nobody_wants_any_more_is_thrown_away(world: World) -> None:
+def test_a_chunk_of_a_cancelled_transfer_is_discarded(world: World) -> None:
     before = world.memory[1].clone()
     world.pair().move(target=None)
     assert torch.equal(world.memory[1], before)
 
 
 @pytest.mark.parametrize("what", ["joins", "is_held"])
-def test_each_wait_has_a_deadline(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that never meet, and bytes that never move."""
-    monkeypatch.setattr(module, "MIN_MOVE_S", 0.05)
-    world = World(module.Limits(slots=2, slot_bytes=2 * BLOCK_BYTES, init_s=0.05, op_s=0.05))
+def test_each_wait_has_a_deadline(what: str) -> None:
+    """The ranks never join, or the bytes never move."""
+    world = World(replace(LIMITS, init_s=0.05, op_s=0.05, min_move_s=0.05))
     setattr(world.fabric, what, what == "is_held")
     pair = world.pair()
     pair.fails("took longer than")
-    assert world.producer.account().totals["nccl_aborted"] == 1
+    assert world.producer.usage().totals["nccl_aborted"] == 1
     setattr(world.fabric, what, what != "is_held")
     again = world.pair()  # the next link works
     again.move()
@@ -393,40 +357,45 @@ def test_an_end_that_dies_in_mid_chunk_is_aborted_at_once(world: World, end: int
     assert not world.nccls[1].live
 
 
-def test_a_gpu_that_does_not_come_to_rest_costs_the_slot(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "QUARANTINE_S", 0.05)
+def test_a_gpu_that_does_not_come_to_rest_costs_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(replace(LIMITS, quarantine_s=0.05))
     pair = world.pair()
     pair.move()
     world.fabric.error = Result.INTERNAL_ERROR
-    monkeypatch.setattr(pair.producer, "_abort", lambda: setattr(world.gpus[0], "is_stuck", True))
+    monkeypatch.setattr(
+        pair.producer.communicator, "abort", lambda: setattr(world.gpus[0], "is_stuck", True)
+    )
     pair.fails("the GPU's rest took longer than")
-    assert world.producer.account().lost_slots == 1
+    assert world.producer.usage().lost_slots == 1
     monkeypatch.undo()
     world.fabric.error, world.gpus[0].is_stuck = None, False
     world.pair().move()  # over the slot that is left
     assert world.is_exact()
+    world.close()
 
 
-def test_the_budget_is_kept_by_ending_what_was_used_longest_ago(world: World) -> None:
-    world.consumer.communicators[1]._limits = replace(LIMITS, communicators=9)
+def test_the_least_recently_used_communicator_is_evicted(world: World) -> None:
+    world.consumer._communicators._limits = Limits()
     first, second, third = (world.pair() for _ in range(3))
     for pair in (first, second, first, third):
         pair.move()
     assert len(world.nccls[0].live) == 2
-    assert world.producer.account().totals["nccl_evicted"] == 1
-    until(lambda: second.consumer._comm == 0)  # the peer was told
+    assert world.producer.usage().totals["nccl_evicted"] == 1
+    until(lambda: not second.consumer.communicator.is_open)  # the peer was told
     second.move()  # and a new communicator serves the link that lost its own
     assert world.is_exact()
 
 
 def test_a_communicator_in_use_is_not_ended_for_another() -> None:
-    world = World(module.Limits(communicators=1, slots=2, slot_bytes=2 * BLOCK_BYTES, op_s=0.1))
+    limits = Limits(ONE_PAIR, slots=2, slot_bytes=2 * BLOCK_BYTES, op_s=0.1)
+    world = World(limits)
     busy, other = world.pair(), world.pair()
     busy.move()
-    with busy.producer.in_use:
+    with busy.producer.communicator.in_use:
+        staging = world.producer._staging[SENDER]
+        staging.slot = None  # type: ignore[assignment, method-assign] # who waits takes none
         other.fails("room for a communicator took longer")
+        del staging.slot
     busy.move()
     world.close()
 
@@ -436,16 +405,16 @@ def test_an_offer_over_a_communicator_that_the_consumer_has_freed_is_made_again(
 ) -> None:
     pair = world.pair()
     pair.move()
-    with pair.producer.in_use:  # the producer hears of it in the middle of its next push
-        with pair.consumer.in_use:
-            pair.consumer.retire()
+    with pair.producer.communicator.in_use:  # it learns of it in the middle of its next push
+        with pair.consumer.communicator.in_use:
+            pair.consumer.communicator.retire()
         until(lambda: pair.producer._answers)
     pair.move()
     assert world.is_exact()
     assert len(world.nccls[0].comms) == 2
 
 
-def test_what_nccl_cannot_join_goes_over_the_next_transport(
+def test_pairs_that_nccl_cannot_join_use_the_next_transport(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link: Any = FakeLink(socket.socket())
@@ -464,8 +433,64 @@ def test_what_nccl_cannot_join_goes_over_the_next_transport(
     link.sock.close()
 
 
+class Idle:
+    """A link's end that NCCL never sees. `in_use` is free."""
+
+    def __init__(self, rank: int, pool: Communicators) -> None:
+        self.rank, self.in_use, self.pool = rank, threading.Lock(), pool
+        pool.add(self)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        pass
+
+    def retire(self) -> None:
+        self.pool.leave(self)  # type: ignore[arg-type]
+
+    def enter(self) -> None:
+        self.pool.enter(self)  # type: ignore[arg-type]
+
+
+def test_a_process_has_room_for_as_many_as_its_own_ends_take(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A decode worker's 512 MiB hold 12 ends that receive, and room to send once."""
+    pool = Communicators(replace(Limits(), keep_s=0.0))
+    for _ in range(12):
+        Idle(RECEIVER, pool).enter()
+    assert (len(pool), pool.evicted, caplog.text) == (12, 0, "")
+    Idle(SENDER, pool).enter()
+    assert (len(pool), pool.evicted) == (13, 0)
+    Idle(RECEIVER, pool).enter()
+    assert (len(pool), pool.evicted) == (13, 1)
+    assert f"worker.kv.nccl_budget_bytes to {(13 * 40 + 8) << 20} or more" in caplog.text
+
+
+def test_links_that_take_turns_keep_a_communicator_for_a_while() -> None:
+    """Else each request would close the communicator that the next one needs."""
+    limits = replace(Limits(ONE_PAIR), keep_s=3600.0, op_s=0.05)
+    pool = Communicators(limits)
+    first, second = Idle(SENDER, pool), Idle(SENDER, pool)
+    first.enter()
+    with pytest.raises(KvTransferError, match="room for a communicator"):
+        second.enter()
+    pool._limits = replace(limits, keep_s=0.02)  # now it has been used, or waited for, that long
+    second.enter()
+    assert pool.evicted == 1
+
+
+def test_senders_leave_room_for_a_receiver_which_they_may_wait_for() -> None:
+    pool = Communicators(replace(Limits(ONE_PAIR), op_s=0.01))
+    sending = Idle(SENDER, pool)
+    sending.enter()
+    sending.in_use.acquire()
+    with pytest.raises(KvTransferError, match="room for a communicator"):
+        Idle(SENDER, pool).enter()
+    Idle(RECEIVER, pool).enter()
+    assert len(pool) == 2
+
+
 def test_the_settings_bound_what_nccl_may_hold() -> None:
-    limits = limits_from(KvSettings(nccl_budget_bytes=100 << 20, nccl_max_ctas=2))
-    assert (limits.communicators, limits.max_ctas) == (4, 2)
+    limits = limits_from(ConnectorConfig(nccl_budget_bytes=100 << 20, nccl_max_ctas=2))
+    assert (limits.budget_bytes, limits.max_ctas) == (100 << 20, 2)
     with pytest.raises(ValueError, match="nccl_budget_bytes"):
-        limits_from(KvSettings(nccl_budget_bytes=1 << 20))
+        limits_from(ConnectorConfig(nccl_budget_bytes=1 << 20))

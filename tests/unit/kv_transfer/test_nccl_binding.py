@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_transfer.errors import KvTransferError
-from kv_transfer.transport.nccl_binding import (
+from kv_transfer.transport.nccl.binding import (
     LIBRARY_VARIABLE,
     PROTOTYPES,
     UNIQUE_ID_BYTES,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class CFunction:
-    """A function with its ctypes prototype, checked at each call."""
+    """A function that checks its ctypes prototype at each call."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -51,7 +51,7 @@ def library(version: int = 23007, **answers: Any) -> Any:
 
 
 def test_a_communicator_is_non_blocking_and_has_its_own_limit() -> None:
-    """The config has the layout of NCCL 2.17, which all later ones read."""
+    """The config has the layout of NCCL 2.17, which later versions accept."""
     seen: list[bytes] = []
 
     def init(comm: Any, ranks: int, unique_id: Any, rank: int, config: Any) -> int:

@@ -9,38 +9,38 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kv_transfer.device.region import DeviceRegion, device_region
-from kv_transfer.layout import KvGroup
-from kv_transfer.protocol import peers as peers_module
+from kv_transfer.cache.geometry import KvGroup
+from kv_transfer.cache.gpu_memory import DeviceRegion, device_region
 from kv_transfer.protocol.messages import (
     HEADER,
     PROTOCOL_VERSION,
     Ack,
     Hello,
-    Refusal,
+    RefuseHandshake,
     decode,
     encode,
 )
-from kv_transfer.protocol.plan import Plan, Shard
-from kv_transfer.settings import KvSettings
-from kv_transfer.transport.base import LocalKv
+from kv_transfer.protocol.peers import Peers
+from kv_transfer.protocol.plan import CopyPlan, Shard
+from kv_transfer.protocol.transport import LocalKv
+from kv_transfer.settings import ConnectorConfig
 from kv_transfer.transport.mapped import MappedProducer
 from kv_transfer.transport.tcp import TcpProducer
 from pdserve.errors import TransferCorrupted
-from tests.patience import WAIT_S
-from tests.pki import Ca
-from tests.unit.kv_transfer.caches import geometry
-from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, check_exact, settle, transfer, until
+from tests.support.kv_caches import geometry
+from tests.support.kv_pair import FROM, TO, KvWorkers, N, check_exact, settle, transfer, until
+from tests.support.pki import Ca
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kv_transfer.protocol.messages import ChunkReady
-    from tests.pki import Files
-    from tests.unit.kv_transfer.rig import Worker
+    from tests.support.kv_pair import KvWorker
+    from tests.support.pki import CertificateFiles
 
 
-def failure(source: Worker, target: Worker) -> str:
+def failure(source: KvWorker, target: KvWorker) -> str:
     """Return why a transfer between the two fails."""
     target.start(source, "t", TO, N)
     until(lambda: target.ended, target, source)
@@ -68,8 +68,10 @@ class Damage:
         return send
 
 
-def test_a_damaged_chunk_is_sent_again_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = rig.pair(chunk_bytes=geometry().block_bytes)
+def test_a_damaged_chunk_is_sent_again_once(
+    kv_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = kv_workers.pair(chunk_bytes=geometry().block_bytes)
     before = target.cache.blocks()
     Damage(monkeypatch, 1)
     transfer(source, target)
@@ -79,9 +81,9 @@ def test_a_damaged_chunk_is_sent_again_once(rig: Rig, monkeypatch: pytest.Monkey
 
 
 def test_damage_twice_fails_the_transfer_by_its_own_code(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    kv_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target = rig.pair()
+    source, target = kv_workers.pair()
     Damage(monkeypatch, 2)
     transfer(source, target)
     assert target.failures == {
@@ -92,11 +94,11 @@ def test_damage_twice_fails_the_transfer_by_its_own_code(
 
 
 def test_digests_are_made_ahead_and_blocks_that_change_after_them_are_not_accepted(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    kv_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target = rig.pair()
+    source, target = kv_workers.pair()
     source.prefill("t", FROM, N)
-    (sending,) = source.peers.producer
+    (sending,) = source.driver.producer
     until(lambda: [each.end for each in sending.digests.values()] == [len(FROM)], source)
     monkeypatch.setattr(source.cache.region, "digests", lambda ids: pytest.fail("made twice"))
     source.cache.write(FROM[1], seed=77)
@@ -108,31 +110,33 @@ def test_digests_are_made_ahead_and_blocks_that_change_after_them_are_not_accept
 # -- who is let in
 
 
-def test_a_producer_that_was_restarted_refuses(rig: Rig) -> None:
-    source, target = rig.pair()
+def test_a_producer_that_was_restarted_refuses(kv_workers: KvWorkers) -> None:
+    source, target = kv_workers.pair()
     source.instance_id, old = "another", source.instance_id
     assert failure(source, target) == "the producer has been restarted"
     source.instance_id = old
 
 
-def test_another_layout_is_refused_by_name(rig: Rig) -> None:
-    source, target = rig.worker(), rig.worker(compatibility="other")
+def test_another_layout_is_refused_by_name(kv_workers: KvWorkers) -> None:
+    source, target = kv_workers.worker(), kv_workers.worker(compatibility="other")
     assert failure(source, target) == "KV layout other, not same"
 
 
-def test_another_version_is_refused_by_name(tcp_rig: Rig) -> None:
-    source = tcp_rig.worker()
+def test_another_version_is_refused_by_name(tcp_workers: KvWorkers) -> None:
+    source = tcp_workers.worker()
 
     hello = Hello(PROTOCOL_VERSION + 1, "x", source.instance_id, "same", ["tcp"], b"")
     host, _, port = source.address.rpartition(":")
     with socket.create_connection((host, int(port))) as peer:
         peer.sendall(encode(hello))
         answer = decode(peer.recv(1 << 16)[HEADER.size :])
-    assert answer == Refusal(f"protocol version {PROTOCOL_VERSION + 1}, not {PROTOCOL_VERSION}")
+    assert answer == RefuseHandshake(
+        f"protocol version {PROTOCOL_VERSION + 1}, not {PROTOCOL_VERSION}"
+    )
 
 
-def test_without_a_common_transport_the_reason_is_said(rig: Rig) -> None:
-    source, target = rig.worker(), rig.worker(transports=[])
+def test_without_a_common_transport_the_reason_is_said(kv_workers: KvWorkers) -> None:
+    source, target = kv_workers.worker(), kv_workers.worker(transports=[])
     assert failure(source, target) == (
         "no common transport: shm: this worker cannot use it; tcp: this worker cannot use it"
     )
@@ -142,36 +146,42 @@ def test_without_a_common_transport_the_reason_is_said(rig: Rig) -> None:
     "data",
     [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(0), encode(Ack("t")), HEADER.pack(1 << 30), b""],
 )
-def test_a_stranger_is_dropped_and_counted(tcp_rig: Rig, data: bytes) -> None:
-    source, target = tcp_rig.pair()
+def test_a_stranger_is_dropped_and_counted(tcp_workers: KvWorkers, data: bytes) -> None:
+    source, target = tcp_workers.pair()
     host, _, port = source.address.rpartition(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(data)
         stranger.shutdown(socket.SHUT_WR)
-        until(lambda: source.peers.counters.dropped_links == 1, source)
+        until(lambda: source.driver.counters.dropped_links == 1, source)
         assert stranger.recv(1) == b""
     transfer(source, target)
     assert target.arrivals.keys() == {"d-t"}
 
 
-def test_a_stranger_that_says_nothing_is_dropped_in_time(tcp_rig: Rig) -> None:
-    source = tcp_rig.worker(handshake_timeout_s=0.05)
+def test_a_silent_stranger_is_dropped_in_time(tcp_workers: KvWorkers) -> None:
+    source = tcp_workers.worker(handshake_timeout_s=0.05)
     host, _, port = source.address.rpartition(":")
     with socket.create_connection((host, int(port))):
-        until(lambda: source.peers.counters.dropped_links == 1, source)
+        until(lambda: source.driver.counters.dropped_links == 1, source)
 
 
-def test_the_oldest_of_too_many_strangers_is_dropped(
-    tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers_module, "MAX_STRANGERS", 2)
-    source = tcp_rig.worker()
+def test_the_oldest_of_too_many_strangers_is_dropped(tcp_workers: KvWorkers) -> None:
+    source = tcp_workers.worker(max_unfinished=2)
     host, _, port = source.address.rpartition(":")
     strangers = [socket.create_connection((host, int(port))) for _ in range(3)]
-    until(lambda: source.peers.counters.dropped_links == 1, source)
+    until(lambda: source.driver.counters.dropped_links == 1, source)
     assert strangers[0].recv(1) == b""
     for stranger in strangers:
         stranger.close()
+
+
+def test_no_more_links_than_a_worker_has_threads_for(tcp_workers: KvWorkers) -> None:
+    source, target = tcp_workers.pair(max_links=1)
+    before = target.cache.blocks()
+    transfer(source, target)
+    check_exact(source, target, before)
+    assert "1 links are open" in failure(source, tcp_workers.worker())
+    transfer(source, target, "t2")
 
 
 def token_file(path: Path, text: str) -> str:
@@ -179,8 +189,8 @@ def token_file(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_workers_with_one_token_exchange_kv(rig: Rig, tmp_path: Path) -> None:
-    source, target = rig.pair(token_file=token_file(tmp_path / "token", "s" * 40))
+def test_workers_with_one_token_exchange_kv(kv_workers: KvWorkers, tmp_path: Path) -> None:
+    source, target = kv_workers.pair(token_file=token_file(tmp_path / "token", "s" * 40))
     before = target.cache.blocks()
     transfer(source, target)
     check_exact(source, target, before)
@@ -189,29 +199,29 @@ def test_workers_with_one_token_exchange_kv(rig: Rig, tmp_path: Path) -> None:
 @pytest.mark.parametrize("who", ["source", "target"])
 @pytest.mark.parametrize("other", ["x" * 40, None])
 def test_a_worker_without_the_token_gets_no_kv(
-    rig: Rig, tmp_path: Path, who: str, other: str | None
+    kv_workers: KvWorkers, tmp_path: Path, who: str, other: str | None
 ) -> None:
     good = {"token_file": token_file(tmp_path / "good", "s" * 40)}
     bad = {"token_file": token_file(tmp_path / "bad", other)} if other else {}
-    source = rig.worker(**(bad if who == "source" else good))
-    target = rig.worker(**(bad if who == "target" else good))
+    source = kv_workers.worker(**(bad if who == "source" else good))
+    target = kv_workers.worker(**(bad if who == "target" else good))
     before = target.cache.snapshot()
     source.prefill("t", FROM, N)
     target.start(source, "t", TO, N)
     until(lambda: target.ended, target, source)
     assert target.failed == ["d-t"]
     assert target.cache.snapshot() == before
-    assert not source.peers.counters.pushed_blocks
+    assert not source.driver.counters.pushed_blocks
 
 
 # -- the end of a link
 
 
-def test_an_unread_socket_ends_the_link(tcp_rig: Rig) -> None:
-    """A consumer that stands still costs its transfer, and not the producer's thread."""
+def test_an_unread_socket_ends_the_link(tcp_workers: KvWorkers) -> None:
+    """A stopped consumer loses its transfer and does not block the producer's thread."""
     big = geometry(page=1 << 20, layers=4)
-    source = tcp_rig.worker(shape=big, send_timeout_s=0.1)
-    target = tcp_rig.worker(shape=big)
+    source = tcp_workers.worker(shape=big, send_timeout_s=0.1)
+    target = tcp_workers.worker(shape=big)
     go_on = threading.Event()
     real = target.cache.region.digests
 
@@ -229,9 +239,11 @@ def test_an_unread_socket_ends_the_link(tcp_rig: Rig) -> None:
     assert "d-u" in target.failed
 
 
-def test_preempted_blocks_are_waited_for(tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that takes blocks back waits until no copy reads them, and then ends the copy."""
-    source, target = tcp_rig.pair(preempt_timeout_s=0.05)
+def test_preempted_blocks_are_waited_for(
+    tcp_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that frees blocks waits until no copy reads them."""
+    source, target = tcp_workers.pair(preempt_timeout_s=0.05)
     inside = threading.Event()
     real = TcpProducer.send
 
@@ -250,10 +262,10 @@ def test_preempted_blocks_are_waited_for(tcp_rig: Rig, monkeypatch: pytest.Monke
     assert target.failed == ["d-t"]
 
 
-def test_what_a_transport_does_ahead_comes_before_the_first_chunk(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+def test_preparations_of_a_transport_precede_the_first_chunk(
+    kv_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the first request of a pair does not wait for it."""
+    """The first request of a pair does not wait for the allocation."""
     done: list[str] = []
     for producer in (MappedProducer, TcpProducer):
         send = producer.send
@@ -263,7 +275,7 @@ def test_what_a_transport_does_ahead_comes_before_the_first_chunk(
             "send",
             lambda *args, send=send: (done.append("send"), send(*args)),  # type: ignore[misc]
         )
-    source, target = rig.pair()
+    source, target = kv_workers.pair()
     target.start(source, "t", TO, N)
     until(lambda: done, target, source)
     source.prefill("t", FROM, N)
@@ -274,18 +286,23 @@ def test_what_a_transport_does_ahead_comes_before_the_first_chunk(
 def test_kernels_are_used_once_before_a_cache_on_a_gpu_is_offered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first use loads them, which may wait for the whole GPU."""
+    """Their first use loads them and may wait for the whole GPU."""
     copied: list[int] = []
     monkeypatch.setattr(DeviceRegion, "copy_from", lambda *args: copied.append(len(args[-1])))
     region = device_region([torch.zeros(4, 2, 4, 8)], 4)
-    peers = peers_module.Peers(KvSettings(), "instance", [])
-    peers.register(LocalKv((region,), None), "same", Plan((Shard(2, 128, KvGroup(0, 4)),)))
-    peers.close()
+    Peers(
+        ConnectorConfig(),
+        "instance",
+        [],
+        local=LocalKv((region,), None),
+        compatibility="same",
+        plan=CopyPlan((Shard(2, 128, KvGroup(0, 4)),)),
+    ).close()
     assert copied == [1, 4]
 
 
-def test_a_producer_that_says_nothing_fails_the_transfer(rig: Rig) -> None:
-    source, target = rig.worker(), rig.worker(receive_timeout_s=0.05)
+def test_a_silent_producer_fails_the_transfer(kv_workers: KvWorkers) -> None:
+    source, target = kv_workers.worker(), kv_workers.worker(receive_timeout_s=0.05)
     source.expect("t")
     target.start(source, "t", TO, N)
     until(lambda: target.ended, target)
@@ -293,31 +310,33 @@ def test_a_producer_that_says_nothing_fails_the_transfer(rig: Rig) -> None:
     assert target.look().totals["receive_timeouts"] == 1
 
 
-def tls(ca: Ca, files: Files) -> dict[str, str]:
+def tls(ca: Ca, files: CertificateFiles) -> dict[str, str]:
     return {"tls_cert_file": files.cert, "tls_key_file": files.key, "tls_ca_file": ca.path}
 
 
-def test_links_are_made_with_certificates_that_were_renewed(rig: Rig, tmp_path: Path) -> None:
+def test_links_are_made_with_certificates_that_were_renewed(
+    kv_workers: KvWorkers, tmp_path: Path
+) -> None:
     ca = Ca(tmp_path)
-    running = rig.worker(**tls(ca, ca.issue("worker", role="worker")))
+    running = kv_workers.worker(**tls(ca, ca.issue("worker", role="worker")))
     ca = Ca(tmp_path)  # at the same path: nobody who has read these files trusts the former one
-    started = rig.worker(**tls(ca, ca.issue("worker", role="worker")))
+    started = kv_workers.worker(**tls(ca, ca.issue("worker", role="worker")))
     for source, target in ((running, started), (started, running)):
         before = target.cache.blocks()
         transfer(source, target)
         check_exact(source, target, before)
 
 
-def test_mutual_tls_lets_workers_in_and_others_not(rig: Rig, tmp_path: Path) -> None:
+def test_mutual_tls_lets_workers_in_and_others_not(kv_workers: KvWorkers, tmp_path: Path) -> None:
     ca = Ca(tmp_path)
 
     own = tls(ca, ca.issue("worker", role="worker"))
-    source, target = rig.pair(**own)
+    source, target = kv_workers.pair(**own)
     before = target.cache.blocks()
     transfer(source, target)
     check_exact(source, target, before)
-    router = rig.worker(**tls(ca, ca.issue("router", role="router")))
-    plain = rig.worker(handshake_timeout_s=1.0)
+    router = kv_workers.worker(**tls(ca, ca.issue("router", role="router")))
+    plain = kv_workers.worker(handshake_timeout_s=1.0)
     for intruder in (router, plain):
         intruder.start(source, "x", TO, N)
         until(lambda worker=intruder: worker.ended, intruder, source)  # type: ignore[misc]

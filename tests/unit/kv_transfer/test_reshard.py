@@ -1,5 +1,5 @@
-"""Workers of several tensor-parallel ranks: each rank gets the heads it needs from the ranks that
-have them, and what one rank of several loses, the request loses."""
+"""Workers of several tensor-parallel ranks. Each rank gets its heads from the ranks that have them.
+A failure of one rank fails the request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.layout import KvGroup
+from kv_transfer.cache.geometry import KvGroup
 from kv_transfer.protocol.plan import Shard
 from kv_transfer.vllm.step import (
     ConsumerStart,
@@ -16,8 +16,18 @@ from kv_transfer.vllm.step import (
     ProducerExpected,
     ProducerProgress,
 )
-from tests.unit.kv_transfer.caches import geometry
-from tests.unit.kv_transfer.rig import BLOCK_SIZE, FROM, TO, TOKENS, N, Rig, Worker, settle, until
+from tests.support.kv_caches import geometry
+from tests.support.kv_pair import (
+    BLOCK_SIZE,
+    FROM,
+    TO,
+    TOKENS,
+    KvWorker,
+    KvWorkers,
+    N,
+    settle,
+    until,
+)
 
 HEADS, HEAD_PAGE = 4, 16
 PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (8, 2), (2, 8), (8, 8)]
@@ -27,7 +37,7 @@ PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (8, 2), (2, 8), (8, 8)]
 class Pool:
     """The ranks of one worker, stepped together as an engine does."""
 
-    ranks: list[Worker]
+    ranks: list[KvWorker]
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -64,12 +74,12 @@ class Pool:
         return [found[head] for head in sorted(found)]
 
 
-def pool(rig: Rig, tp: int, name: str) -> Pool:
+def pool(kv_workers: KvWorkers, tp: int, name: str) -> Pool:
     ranks = []
     for rank in range(tp):
         shard = Shard(HEADS, HEAD_PAGE, KvGroup(0, BLOCK_SIZE), tp, rank)
         shape = geometry(page=len(shard.heads) * HEAD_PAGE)
-        worker = rig.worker(shape=shape, shard=shard, instance_id=f"instance-{name}")
+        worker = kv_workers.worker(shape=shape, shard=shard, instance_id=f"instance-{name}")
         ranks.append(worker)
         # Ranks that hold the same heads hold the same bytes.
         for block in FROM:
@@ -79,8 +89,8 @@ def pool(rig: Rig, tp: int, name: str) -> Pool:
     return Pool(ranks)
 
 
-def pools(rig: Rig, source_tp: int, target_tp: int) -> tuple[Pool, Pool]:
-    return pool(rig, source_tp, "s"), pool(rig, target_tp, "t")
+def pools(kv_workers: KvWorkers, source_tp: int, target_tp: int) -> tuple[Pool, Pool]:
+    return pool(kv_workers, source_tp, "s"), pool(kv_workers, target_tp, "t")
 
 
 def settle_all(*each: Pool) -> None:
@@ -88,8 +98,10 @@ def settle_all(*each: Pool) -> None:
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), PAIRS)
-def test_every_head_lands_where_its_rank_reads_it(rig: Rig, source_tp: int, target_tp: int) -> None:
-    source, target = pools(rig, source_tp, target_tp)
+def test_every_head_lands_where_its_rank_reads_it(
+    kv_workers: KvWorkers, source_tp: int, target_tp: int
+) -> None:
+    source, target = pools(kv_workers, source_tp, target_tp)
     outside = [i for i in range(24) if i not in TO]
     before = [[rank.cache.block(i) for i in outside] for rank in target.ranks]
     target.start(source)
@@ -108,8 +120,8 @@ def test_every_head_lands_where_its_rank_reads_it(rig: Rig, source_tp: int, targ
     assert total == len(TO) * 3 * HEADS * HEAD_PAGE * max(1, target_tp // HEADS)
 
 
-def test_ranks_in_the_wrong_order_are_found_out(rig: Rig) -> None:
-    source, target = pools(rig, 2, 2)
+def test_ranks_in_the_wrong_order_are_found_out(kv_workers: KvWorkers) -> None:
+    source, target = pools(kv_workers, 2, 2)
     before = [rank.cache.snapshot() for rank in target.ranks]
     source.step(expected=[ProducerExpected("t", "p-t")])
     target.start(source, source.addresses[::-1])

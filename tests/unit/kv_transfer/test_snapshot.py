@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kv_transfer.snapshot import CONSUMER, PRODUCER, KvSnapshot, KvState, LinkView
-from kv_transfer.transport.base import Account
+from kv_transfer.protocol.snapshot import CONSUMER, PRODUCER, KvSnapshot, KvState, LinkView
+from kv_transfer.protocol.transport import TransportUsage
 from pdserve.types import KvLedger
-from tests.patience import WAIT_S
-from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, settle, until
+from tests.support.kv_pair import FROM, TO, KvWorkers, N, settle, until
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
-    from tests.unit.kv_transfer.rig import Worker
+    from tests.support.kv_pair import KvWorker
 
 
-def look(worker: Worker) -> KvSnapshot:
+def look(worker: KvWorker) -> KvSnapshot:
     snapshot = worker.look()
     json.dumps(asdict(snapshot))
     return snapshot
 
 
-def test_a_transfer_and_its_link_are_seen_from_both_sides_until_it_is_over(rig: Rig) -> None:
-    source, target = rig.pair()
+def test_a_transfer_and_its_link_are_seen_from_both_sides_until_it_is_over(
+    kv_workers: KvWorkers,
+) -> None:
+    source, target = kv_workers.pair()
     target.start(source, "t", TO, N)
     until(lambda: [t for t in look(source).transfers if t.state == "subscribed early"], target)
+    early = look(source).transfers
     source.expect("t")
     source.compute("t", FROM[:2], 8)
     until(lambda: look(target).transfers[0].moved_blocks == 2, source, target)
 
     (sending,), (receiving,) = look(source).transfers, look(target).transfers
-    assert (sending.transfer_id, sending.request_id, sending.side) == ("t", "p-t", PRODUCER)
-    assert (receiving.transfer_id, receiving.request_id, receiving.side) == ("t", "d-t", CONSUMER)
+    # Ids open transfers, so that none is shown.
+    name = hashlib.sha256(b"t").hexdigest()[:12]
+    assert early[0].transfer_id == name
+    assert (sending.transfer_id, sending.request_id, sending.side) == (name, "p-t", PRODUCER)
+    assert (receiving.transfer_id, receiving.request_id, receiving.side) == (name, "d-t", CONSUMER)
     assert (sending.state, receiving.state) == ("sending", "receiving")
     assert (sending.blocks, sending.moved_blocks) == (2, 2)
     assert (receiving.blocks, receiving.moved_blocks) == (4, 2)
@@ -61,22 +68,22 @@ def test_a_transfer_and_its_link_are_seen_from_both_sides_until_it_is_over(rig: 
     until(lambda: look(source).links == ())
 
 
-def test_a_lease_counts_down_and_its_end_is_counted(tcp_rig: Rig) -> None:
-    source = tcp_rig.worker(lease_s=WAIT_S)
+def test_a_lease_counts_down_and_its_end_is_counted(tcp_workers: KvWorkers) -> None:
+    source = tcp_workers.worker(lease_s=WAIT_S)
     source.prefill("t", FROM, N)
     (held,) = look(source).transfers
     assert (held.state, held.peer, held.blocks) == ("expected", "", 4)
     assert held.lease_left_s is not None
     assert 0 < held.lease_left_s <= WAIT_S
-    with source.peers.lock:
-        source.peers.producer._transfers["t"].lease_end = 0.0
+    with source.driver.lock:
+        source.driver.producer._transfers["t"].lease_end = 0.0
     until(lambda: not look(source).transfers, source)
     assert look(source).totals["expired_leases"] == 1
 
 
-def test_staging_that_a_transport_has_lost_stays_quarantined(shm_rig: Rig) -> None:
+def test_staging_that_a_transport_has_lost_stays_quarantined(shm_rig: KvWorkers) -> None:
     worker = shm_rig.worker()
-    worker.transports[0].account = lambda: Account(lost_slots=2)  # type: ignore[method-assign]
+    worker.transports[0].usage = lambda: TransportUsage(lost_slots=2)  # type: ignore[method-assign]
     assert look(worker).quarantined_slots == 2
 
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from select import select
+
 import pytest
 
-from tests.unit.kv_transfer.caches import geometry
-from tests.unit.kv_transfer.rig import (
+from tests.support.kv_caches import geometry
+from tests.support.kv_pair import (
     FROM,
     TO,
     TOKENS,
+    KvWorkers,
     N,
-    Rig,
     check_exact,
     settle,
     transfer,
     until,
 )
+from tests.support.timeouts import WAIT_S
 
 
 @pytest.mark.parametrize("order", ["subscription first", "prefill first", "between"])
-def test_a_transfer_brings_every_block_and_the_tokens(rig: Rig, order: str) -> None:
-    source, target = rig.pair()
+def test_a_transfer_brings_every_block_and_the_tokens(kv_workers: KvWorkers, order: str) -> None:
+    source, target = kv_workers.pair()
     before = target.cache.blocks()
     if order == "subscription first":
         target.start(source, "t", TO, N)
-        until(lambda: len(source.peers.producer), source)
+        until(lambda: len(source.driver.producer), source)
         source.prefill("t", FROM, N)
     elif order == "prefill first":
         source.prefill("t", FROM, N)
@@ -41,12 +44,22 @@ def test_a_transfer_brings_every_block_and_the_tokens(rig: Rig, order: str) -> N
     assert arrival.token_ids == TOKENS
     assert arrival.report.blocks == 4
     assert arrival.report.bytes == 4 * geometry().block_bytes
-    assert arrival.report.transport == rig.workers[0].transports[0].name
-    assert source.peers.counters.pushed_bytes == target.peers.counters.received_bytes
+    assert arrival.report.transport == kv_workers.workers[0].transports[0].name
+    assert source.driver.counters.pushed_bytes == target.driver.counters.received_bytes
 
 
-def test_what_the_target_has_already_is_not_sent(rig: Rig) -> None:
-    source, target = rig.pair()
+def test_the_wake_up_is_set_until_the_results_are_taken(kv_workers: KvWorkers) -> None:
+    source, target = kv_workers.pair()
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    assert select([target.driver.wakeup], [], [], WAIT_S)[0]
+    target.collect()
+    assert target.ended == ["d-t"]
+    assert not select([target.driver.wakeup], [], [], 0)[0]
+
+
+def test_blocks_that_the_target_has_are_not_sent(kv_workers: KvWorkers) -> None:
+    source, target = kv_workers.pair()
     before = target.cache.blocks()
     target.start(source, "t", TO[2:], N, first=2)
     source.prefill("t", FROM, N)
@@ -58,12 +71,12 @@ def test_what_the_target_has_already_is_not_sent(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_blocks_that_nobody_needs_are_freed_as_prefill_ends(rig: Rig, early: bool) -> None:
-    source, target = rig.pair()
+def test_unneeded_blocks_are_freed_when_prefill_ends(kv_workers: KvWorkers, early: bool) -> None:
+    source, target = kv_workers.pair()
     if not early:
         source.expect("t")
     target.refuse(source, "t")
-    until(lambda: source.peers.producer._tombstones, source, target)
+    until(lambda: source.driver.producer._tombstones, source, target)
     if early:
         source.expect("t")
     source.compute("t", FROM, N)
@@ -82,9 +95,9 @@ def test_blocks_that_nobody_needs_are_freed_as_prefill_ends(rig: Rig, early: boo
     ],
 )
 def test_a_grant_that_does_not_fit_its_request_is_refused(
-    rig: Rig, to: list[int], tokens: int, first: int, reason: str
+    kv_workers: KvWorkers, to: list[int], tokens: int, first: int, reason: str
 ) -> None:
-    source, target = rig.pair()
+    source, target = kv_workers.pair()
     before = target.cache.blocks()
     target.start(source, "t", to, tokens, first=first)
     source.prefill("t", FROM, N)
@@ -96,8 +109,8 @@ def test_a_grant_that_does_not_fit_its_request_is_refused(
 
 
 @pytest.mark.parametrize("block", [24, 2**40])
-def test_blocks_outside_the_cache_are_not_written(rig: Rig, block: int) -> None:
-    source, target = rig.pair()
+def test_blocks_outside_the_cache_are_not_written(kv_workers: KvWorkers, block: int) -> None:
+    source, target = kv_workers.pair()
     before = target.cache.snapshot()
     target.start(source, "t", [block, 0], 8)
     source.prefill("t", FROM, N)
@@ -109,8 +122,8 @@ def test_blocks_outside_the_cache_are_not_written(rig: Rig, block: int) -> None:
     assert target.arrivals.keys() == {"d-u"}
 
 
-def test_a_transfer_that_is_started_twice_is_served_once(rig: Rig) -> None:
-    source, target = rig.pair()
+def test_a_transfer_that_is_started_twice_is_served_once(kv_workers: KvWorkers) -> None:
+    source, target = kv_workers.pair()
     target.start(source, "t", TO, N)
     target.start(source, "t", [0, 1, 2, 3], N)
     assert target.failures == {"d-t": "transfer id t is in use"}
@@ -121,12 +134,14 @@ def test_a_transfer_that_is_started_twice_is_served_once(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
-def test_a_worker_that_closes_ends_its_transfers_at_the_other(rig: Rig, who: str) -> None:
-    source, target = rig.pair()
+def test_a_worker_that_closes_ends_its_transfers_at_the_other(
+    kv_workers: KvWorkers, who: str
+) -> None:
+    source, target = kv_workers.pair()
     target.start(source, "t", TO, N)
     source.expect("t")
     source.compute("t", FROM[:2], 8)
-    until(lambda: source.peers.counters.pushed_blocks == 2, source, target)
+    until(lambda: source.driver.counters.pushed_blocks == 2, source, target)
     if who == "source":
         source.close()
         until(lambda: target.is_empty, target)
@@ -139,12 +154,12 @@ def test_a_worker_that_closes_ends_its_transfers_at_the_other(rig: Rig, who: str
     assert source.sent == ["p-t"]
 
 
-def test_a_link_that_broke_is_made_again_for_the_next_transfer(rig: Rig) -> None:
-    source, target = rig.pair()
+def test_a_link_that_broke_is_made_again_for_the_next_transfer(kv_workers: KvWorkers) -> None:
+    source, target = kv_workers.pair()
     target.start(source, "t", TO, N)
     until(lambda: source.links, source, target)
     for link in list(source.links):
-        source.peers._drop(link, "broken by the test")
+        source.driver.drop_link(link, "broken by the test")
     until(lambda: target.failed, source, target)
     transfer(source, target, "u")
     assert target.arrivals.keys() == {"d-u"}
@@ -152,9 +167,11 @@ def test_a_link_that_broke_is_made_again_for_the_next_transfer(rig: Rig) -> None
 
 @pytest.mark.parametrize("who", ["source", "target", "cancel"])
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_memory_that_was_given_back_is_not_written_again(rig: Rig, who: str, blocks: int) -> None:
-    """The link breaks at either end, or the target gives up, somewhere among the chunks."""
-    source, target = rig.pair(chunk_bytes=blocks * geometry().block_bytes)
+def test_memory_that_was_given_back_is_not_written_again(
+    kv_workers: KvWorkers, who: str, blocks: int
+) -> None:
+    """Between two chunks the link breaks at either end, or the target gives up."""
+    source, target = kv_workers.pair(chunk_bytes=blocks * geometry().block_bytes)
     target.start(source, "t", TO, N)
     source.expect("t")
     source.compute("t", FROM[:3], 12)
@@ -162,7 +179,7 @@ def test_memory_that_was_given_back_is_not_written_again(rig: Rig, who: str, blo
     if who == "cancel":
         target.cancel("t")
     for link in {"source": source.links, "target": target.links}.get(who, []):
-        (source if who == "source" else target).peers._drop(link, "broken by the test")
+        (source if who == "source" else target).driver.drop_link(link, "broken by the test")
     until(lambda: target.ended, source, target)
     given_back = target.cache.snapshot()
     for block in range(geometry().num_blocks):

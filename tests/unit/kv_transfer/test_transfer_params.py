@@ -41,7 +41,7 @@ def test_params_are_read_as_they_were_written(params: TransferParams) -> None:
     assert parse(params.to_dict()) == params
 
 
-def test_what_proxies_write_for_vllms_own_connectors_is_understood() -> None:
+def test_transfer_parameters_of_vllms_own_connectors_are_accepted() -> None:
     noted = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
     assert parse(noted).part == ProducerParams("", resample=True)
     assert parse({**VLLMS, "remote_prefill_cached_tokens": 5}).part == ConsumerParams(

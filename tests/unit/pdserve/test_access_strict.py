@@ -9,8 +9,8 @@ import pytest
 from pdserve.cli import build_parser
 from pdserve.cli.options import config_from
 from pdserve.config import Config, is_exposed, overlay, parse
+from pdserve.deploy.local.specs import worker_configs
 from pdserve.errors import ConfigError
-from pdserve.local.specs import worker_configs
 from pdserve.security.keys import hash_key
 
 TLS = {"cert_file": "c", "key_file": "k"}
@@ -39,12 +39,12 @@ def refusal(**changes: Any) -> str:
     return caught.value.message
 
 
-def test_what_others_can_reach() -> None:
+def test_networks_expose_only_permitted_ports() -> None:
     assert not any(map(is_exposed, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
     assert all(map(is_exposed, ("0.0.0.0", "::", "10.0.0.1", "some.host")))
 
 
-def test_loopback_may_be_open_and_what_is_closed_may_be_anywhere() -> None:
+def test_only_loopback_may_be_open_without_credentials() -> None:
     made(**{"router.access.require_auth": True, "worker.access.require_auth": True})
     made(**CLOSED_ROUTER)
     made(**CLOSED_WORKER)

@@ -14,17 +14,17 @@ from pdserve.cli import build_parser, main
 from pdserve.cli.options import api_key_from, config_from
 from pdserve.config import all_keys
 from pdserve.security.keys import hash_key
-from tests.up_process import ROOT, run
+from tests.support.commands import ROOT, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-HEAVY = ("vllm", "torch", "aiohttp", "rich", "router", "workers", "kv_transfer", "numpy")
+HEAVY = ("vllm", "torch", "aiohttp", "rich", "router.main", "workers.main", "kv_transfer", "numpy")
 
 
 def commands(parser: argparse.ArgumentParser, *above: str) -> Iterator[tuple[str, ...]]:
-    """Every command, those of other commands too."""
+    """Yield every command and its subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
@@ -61,11 +61,18 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("router.http_port=many", "router.http_port: expected `int`"),
+        ("nonsense", "must be KEY=VALUE"),
+    ],
+)
 def test_a_wrong_configuration_exits_with_2_and_names_the_key(
-    capsys: pytest.CaptureFixture[str],
+    setting: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["config", "--set", "router.http_port=many"]) == 2
-    assert "router.http_port: expected `int`" in capsys.readouterr().err
+    assert main(["config", "--set", setting]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_help_needs_none_of_the_heavy_packages() -> None:

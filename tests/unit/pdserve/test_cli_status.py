@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 
+import grpc.aio
 from rich.console import Console
 
 from pdserve import wire
-from pdserve.cli import status
+from pdserve.cli import build_parser, status
+from pdserve.net.rpc import PLAIN
 from pdserve.types import KvLedger, KvReport
 from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryServicer, add_RegistryServicer_to_server
+from tests.support.timeouts import WAIT_S
 
 
 def row(name: str, **labels: str) -> dict[str, object]:
@@ -43,6 +47,16 @@ def test_workers_are_shown_with_their_labels_where_one_has_any() -> None:
     assert "eu/a" in text
 
 
+async def test_a_worker_that_keeps_dying_is_not_asked_and_shown_in_its_state() -> None:
+    info = w.WorkerInfo(worker_id="d0", role=w.ROLE_DECODE, address="127.0.0.1:1")
+    entry = w.WorkerEntry(info=info, state="crash-looping", unhealthy="killed by signal 9")
+    reason = await status._ask(PLAIN, entry, 1.0)
+    assert reason == "killed by signal 9"
+    table = status.load_table("workers", [status._row(entry, reason)])
+    assert list(table.columns[2].cells) == ["crash-looping"]
+    assert status._unpaired([entry]) == []
+
+
 def test_pairs_that_use_a_slower_transport_are_named_by_their_workers() -> None:
     reports = {"decode-0": {"prefill-0-1f": "tcp; not shm: why", "gone-2e": "tcp"}, "prefill-0": {}}
     rows = []
@@ -56,3 +70,35 @@ def test_pairs_that_use_a_slower_transport_are_named_by_their_workers() -> None:
         {"prefill": "gone-2e", "decode": "decode-0", "reason": "tcp"},
         {"prefill": "prefill-0", "decode": "decode-0", "reason": "tcp; not shm: why"},
     ]
+
+
+class Registry(RegistryServicer):
+    """Serve a router with these workers."""
+
+    def __init__(self, *entries: w.WorkerEntry) -> None:
+        self._entries = entries
+
+    async def ListWorkers(  # noqa: N802
+        self, request: w.ListWorkersRequest, context: object
+    ) -> w.ListWorkersResponse:
+        return w.ListWorkersResponse(workers=self._entries)
+
+
+async def test_a_worker_that_left_is_neither_asked_nor_listed() -> None:
+    entries = [
+        w.WorkerEntry(
+            info=w.WorkerInfo(worker_id=state, role=w.ROLE_DECODE, address="127.0.0.1:1"),
+            state=state,
+        )
+        for state in ("left", "lost")
+    ]
+    server = grpc.aio.server()
+    add_RegistryServicer_to_server(Registry(*entries), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        args = build_parser().parse_args(["status", "--grpc", f"127.0.0.1:{port}"])
+        found = await status.collect(args, WAIT_S)
+    finally:
+        await server.stop(0)
+    assert [(x["worker_id"], x["answers"]) for x in found["workers"]] == [("lost", False)]

@@ -25,7 +25,7 @@ BOUNDS = (0.1, 0.2, 0.4, 0.8)
 
 
 class Source:
-    """A registry as the router's, with two models."""
+    """Return a registry like the router's, with two models."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -102,7 +102,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share:
     assert below <= found <= above or found == BOUNDS[-1]
 
 
-def test_a_text_that_is_no_exposition_is_refused() -> None:
+def test_invalid_metrics_text_is_refused() -> None:
     with pytest.raises(ValueError, match="could not"):
         read("<html>{")
 

@@ -11,13 +11,12 @@ from pdserve.config import (
     KvConfig,
     RouterConfig,
     WorkerConfig,
-    as_markdown,
-    as_yaml,
     load_config,
     parse,
     read_yaml,
     to_mapping,
 )
+from pdserve.config.docs import as_markdown, as_yaml
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 
@@ -105,6 +104,7 @@ def test_the_demo_model_has_a_name_and_a_directory_lends_its_own() -> None:
     assert WorkerConfig().served_names == ("pdserve-demo",)
     assert WorkerConfig(model="/models/llama-8b/").served_names == ("llama-8b",)
     assert WorkerConfig(model="org/llama-8b@v2").served_names == ("org/llama-8b",)
+    assert WorkerConfig(model="models/llama-8b.Q4_0.gguf").served_names == ("llama-8b.Q4_0",)
     assert WorkerConfig(model_names=("chat", "gpt")).served_names == ("chat", "gpt")
 
 

@@ -11,7 +11,7 @@ from kv_transfer.protocol.link import DEAD_PEER_S, Link
 
 @pytest.mark.parametrize(("is_dialled", "timeout_s"), [(True, DEAD_PEER_S), (False, 20)])
 def test_a_kv_link_ends_when_the_other_host_is_silent(*, is_dialled: bool, timeout_s: int) -> None:
-    """A consumer that waits for KV gives up sooner than a producer whose consumer is busy."""
+    """A consumer that waits for KV must give up before a producer whose consumer is busy."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sock = socket.create_connection(server.getsockname())
         link = Link("peer", is_dialled=is_dialled)

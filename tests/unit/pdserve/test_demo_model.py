@@ -20,6 +20,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
+    torch.set_num_threads(1)  # so small a model waits for its threads more than it computes
     loaded = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
     return loaded.eval()
 
@@ -32,7 +33,7 @@ def prompt_ids(tokenizer: Any, question: str) -> list[int]:
 
 
 def greedy(model: Any, tokenizer: Any, ids: list[int], limit: int = 120) -> tuple[str, bool]:
-    """The greedy continuation, and whether it ended by itself."""
+    """Return the greedy continuation, and True if it ended by itself."""
     prompt = torch.tensor([ids])
     out = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=limit, do_sample=False

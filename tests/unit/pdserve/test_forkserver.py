@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.local.forkserver import ForkFailed, ForkServer
-from pdserve.local.supervisor import PRELOAD
+from pdserve.process.forkserver import ForkFailed, ForkServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +40,3 @@ async def test_a_preload_that_fails_is_reported(tmp_path: Path) -> None:
         await server.start("timeit", env=os.environ)
     assert "no_such_module" in (tmp_path / "log").read_text()
     server.close()
-
-
-def test_what_workers_are_forked_from_exists() -> None:
-    assert importlib.util.find_spec(PRELOAD.partition(":")[0]) is not None

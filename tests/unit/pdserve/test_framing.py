@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import InvalidRequest
-from pdserve.framing import MAX_FRAME_BYTES, FrameParser, pack
+from pdserve.net.framing import MAX_FRAME_BYTES, FrameParser, pack
 from pdserve.v1 import worker_pb2 as w
 
 
@@ -35,7 +35,7 @@ def test_frames_come_whole_and_in_order(frames: list[w.StepFrame], cuts: list[in
 @pytest.mark.parametrize(
     "data", [b"\0\0\0\x03\xff\xff\xff", (MAX_FRAME_BYTES + 1).to_bytes(4, "big")]
 )
-def test_what_is_no_frame_is_refused(data: bytes) -> None:
+def test_an_invalid_frame_is_refused(data: bytes) -> None:
     parser = FrameParser(w.StepFrame)
     whole = frame(["a"])
     found = parser.feed(pack(whole) + data)

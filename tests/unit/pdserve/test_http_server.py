@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
 
-from pdserve import http_server
-from pdserve.http_server import HttpServer, bind
-from tests.patience import WAIT_S
+from pdserve.net import http_server
+from pdserve.net.http_server import HttpServer, bind
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from pdserve.net.http_server import Handler
 
 GET = b"GET / HTTP/1.1\r\nhost: here\r\n\r\n"
 SLOW = b"GET /slow HTTP/1.1\r\nhost: here\r\n\r\n"
@@ -43,12 +46,13 @@ class Service:
 
 @asynccontextmanager
 async def serving(
+    handle: Handler | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Service, HttpServer, tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
     sock = bind("127.0.0.1", 0)
     address = sock.getsockname()
     service = Service()
-    server = HttpServer(service.handle, sock, **settings)
+    server = HttpServer(handle or service.handle, sock, **settings)
     await server.start()
     reader, writer = await asyncio.open_connection(*address)
     try:
@@ -81,7 +85,7 @@ async def test_one_connection_serves_requests_one_after_another() -> None:
         b"GET / HTTP/9.9\r\n\r\n",
     ],
 )
-async def test_what_is_not_a_request_of_bounded_size_is_refused(request_head: bytes) -> None:
+async def test_an_invalid_or_oversized_request_head_is_refused(request_head: bytes) -> None:
     async with serving() as (service, _, (reader, writer)):
         writer.write(request_head)
         assert (await reader.read()).startswith(b"HTTP/1.0 400")
@@ -89,11 +93,31 @@ async def test_what_is_not_a_request_of_bounded_size_is_refused(request_head: by
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", GET])
-async def test_silent_client_is_disconnected(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "KEEPALIVE_TIMEOUT_S", 0.05)
-    async with serving() as (_, _, (reader, writer)):
+async def test_silent_client_is_disconnected(sent: bytes) -> None:
+    async with serving(keepalive_timeout_s=0.05) as (_, _, (reader, writer)):
         writer.write(sent)
         await reader.read()
+
+
+async def test_the_kernel_closes_a_connection_whose_client_vanished() -> None:
+    """tests/slow/test_network.py shows that it does."""
+    found: list[tuple[int, int]] = []
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        assert request.transport is not None
+        sock = request.transport.get_extra_info("socket")
+        timeout_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        probes_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + sock.getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_KEEPINTVL
+        ) * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        found.append((timeout_ms, probes_s))
+        return web.Response(text="fine")
+
+    async with serving(handle) as (_, _, (reader, writer)):
+        writer.write(GET)
+        await reader.readuntil(b"fine")
+    assert found == [(1000 * http_server.DEAD_CLIENT_S, http_server.DEAD_CLIENT_S)]
 
 
 async def test_stop_closes_idle_connections_and_lets_a_response_end() -> None:
@@ -112,10 +136,9 @@ async def test_stop_closes_idle_connections_and_lets_a_response_end() -> None:
         assert b"Connection: close" in answer
 
 
-async def test_stop_cuts_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "STOP_TIMEOUT_S", 0.05)
+async def test_stop_aborts_responses_that_do_not_end() -> None:
     async with serving() as (service, server, (reader, writer)):
         writer.write(SLOW)
         await service.started.wait()
-        await server.stop()
+        await server.stop(timeout_s=0.05)
         assert await reader.read() == b""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from huggingface_hub import constants
 
-from pdserve import hub
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.hub import model_directory, with_directories
+from pdserve.model import hub
+from pdserve.model.hub import model_directory, with_directories
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +89,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Files that the hub has sent. Its cache is empty at first."""
+    """Serve the hub with an empty cache. Return the list of downloaded files."""
     files: list[str] = []
     handler = type("OneHub", (Hub,), {"sent": files})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -162,13 +162,13 @@ def test_a_worker_has_directories_for_all_its_models(sent: list[str]) -> None:
         ("/nowhere", "/nowhere is not a model directory: it has no config.json"),
     ],
 )
-def test_a_model_that_is_not_there_is_refused(sent: list[str], model: str, reason: str) -> None:
+def test_a_missing_model_is_refused(sent: list[str], model: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         model_directory(model)
     assert caught.value.field == "worker.model"
 
 
-def test_without_a_network_the_cache_is_used_and_what_it_lacks_is_named(
+def test_without_a_network_the_cache_is_used_and_missing_files_are_named(
     sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = model_directory("org/safe")

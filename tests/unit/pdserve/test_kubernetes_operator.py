@@ -1,4 +1,4 @@
-"""A PDService rolled out by canary: on an API server in memory, with routers and a clock that the
+"""Canary rollouts of a PDService, on an API server in memory, with routers and a clock that the
 tests move."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.deploy.revisions import RevisionFigures
+from pdserve.deploy.scaling.weights import RevisionFigures
 from pdserve.errors import InvalidRequest, Unavailable
-from tests.kubernetes_api import KubernetesApi, add_service, change_image, kubernetes_api
+from tests.support.kubernetes_api import KubernetesApi, add_service, change_image, kubernetes_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -87,12 +87,12 @@ class Setup:
         return deepcopy(self.api.objects["pdservices", "demo"].get("status", {}))
 
     def canary(self) -> tuple[str, str]:
-        """The reason and the message of the condition."""
+        """Return the reason and the message of the condition."""
         found = {x["type"]: x for x in self.status()["conditions"]}
         return found["Canary"]["reason"], found["Canary"]["message"]
 
     def cohorts(self) -> dict[str, int]:
-        """Replicas of each Deployment that has some."""
+        """Return the replicas of each Deployment that has some."""
         found = self.api.listed("deployments", {})
         return {x["metadata"]["name"]: n for x in found if (n := x["spec"]["replicas"])}
 
@@ -117,7 +117,7 @@ async def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def installed(setup: Setup) -> tuple[Operator, str]:
-    """The first cohort serves alone. Return its revision."""
+    """Roll out the first cohort. Return its revision."""
     operator = await setup.start()
     await setup.look(operator, 3)
     revision = setup.status()["revision"]
@@ -143,7 +143,7 @@ async def test_the_first_cohort_takes_over_from_the_pods_of_the_templates(setup:
 async def test_a_good_canary_gets_more_and_more_and_replaces_the_old_cohort(setup: Setup) -> None:
     operator, old = await installed(setup)
     change_image(setup.api, "v2")
-    await setup.look(operator)
+    await setup.look(operator, 2)
     # No worker of the canary is made before routers keep new requests from it.
     assert setup.seen == [{old: 100.0}]
     assert len(setup.cohorts()) == 4
@@ -161,7 +161,7 @@ async def test_a_good_canary_gets_more_and_more_and_replaces_the_old_cohort(setu
 async def test_a_bad_canary_goes_back_and_is_not_tried_again(setup: Setup) -> None:
     operator, old = await installed(setup)
     change_image(setup.api, "v2")
-    await setup.look(operator, 2)
+    await setup.look(operator, 3)
     new = setup.status()["canary"]["revision"]
     setup.traffic[new] = (5, 3)
     await setup.look(operator, 20)
@@ -178,7 +178,7 @@ async def test_a_bad_canary_goes_back_and_is_not_tried_again(setup: Setup) -> No
 async def test_a_canary_without_ready_workers_goes_back(setup: Setup) -> None:
     operator, old = await installed(setup)
     change_image(setup.api, "v2")
-    await setup.look(operator)
+    await setup.look(operator, 2)
     setup.broken.add(setup.status()["canary"]["revision"])
     await setup.look(operator, 2)
     assert setup.canary()[0] == "WaitsForWorkers"
@@ -201,7 +201,7 @@ async def test_a_restarted_operator_and_restarted_routers_go_on_with_the_step(
 ) -> None:
     operator, old = await installed(setup)
     change_image(setup.api, "v2")
-    await setup.look(operator, 4)
+    await setup.look(operator, 5)
     before = setup.status()["canary"]
     assert before["step"] == 0
     second = await setup.start()
@@ -217,7 +217,7 @@ async def test_a_restarted_operator_and_restarted_routers_go_on_with_the_step(
     assert setup.status()["revision"] == before["revision"]
 
 
-async def test_what_others_change_meanwhile_is_seen_at_the_next_look(setup: Setup) -> None:
+async def test_changes_by_others_are_seen_at_the_next_look(setup: Setup) -> None:
     operator, old = await installed(setup)
     change_image(setup.api, "v2")
     await setup.look(operator, 2)
@@ -230,7 +230,7 @@ async def test_what_others_change_meanwhile_is_seen_at_the_next_look(setup: Setu
     assert setup.status()["revision"] != old
 
 
-async def test_a_canary_that_is_taken_back_leaves_nothing(setup: Setup) -> None:
+async def test_a_cancelled_canary_leaves_nothing(setup: Setup) -> None:
     operator, old = await installed(setup)
     change_image(setup.api, "v2")
     await setup.look(operator, 5)
@@ -239,3 +239,98 @@ async def test_a_canary_that_is_taken_back_leaves_nothing(setup: Setup) -> None:
     assert setup.canary()[0] == "Cancelled"
     assert all(old in name for name in setup.cohorts())
     assert setup.weights == {}
+
+
+async def test_half_of_a_change_starts_no_canary(setup: Setup) -> None:
+    operator, _ = await installed(setup)
+    for pool in ("decode", "prefill"):  # as `kubectl apply` writes them
+        change_image(setup.api, "v2", pool)
+        await setup.look(operator)
+        assert len(setup.cohorts()) == 2
+    await setup.look(operator)
+    assert len(setup.cohorts()) == 4
+
+
+async def test_a_canary_that_another_one_replaces_leaves_nothing(setup: Setup) -> None:
+    operator, old = await installed(setup)
+    change_image(setup.api, "v2")
+    await setup.look(operator, 3)
+    first = setup.status()["canary"]["revision"]
+    change_image(setup.api, "v3")
+    await setup.look(operator, 3)
+    second = setup.status()["canary"]["revision"]
+    assert first != second
+    assert {name.rpartition("-")[2] for name in setup.cohorts()} == {old, second}
+    made = [x["metadata"]["name"] for x in setup.api.listed("deployments", {})]
+    assert not any(first in name for name in made)
+
+
+async def test_the_old_cohort_is_looked_after_during_a_canary(setup: Setup) -> None:
+    operator, old = await installed(setup)
+    change_image(setup.api, "v2")
+    await setup.look(operator, 3)
+    setup.api.objects["deployments", f"pdserve-decode-{old}"]["spec"]["replicas"] = 0
+    setup.broken.add(old)
+    await setup.look(operator)
+    assert setup.cohorts()[f"pdserve-decode-{old}"] == 3
+    (ready,) = (x for x in setup.status()["conditions"] if x["type"] == "Ready")
+    assert (ready["status"], ready["message"]) == (
+        "False",
+        "0 of 2 prefill workers, 0 of 3 decode workers are ready",
+    )
+    setup.broken.clear()
+    setup.api.objects["pdservices", "demo"]["spec"]["decode"]["replicas"] = 5
+    await setup.look(operator)
+    assert setup.cohorts()[f"pdserve-decode-{old}"] == 5
+
+
+def crashed(restarts: int) -> dict[str, Any]:
+    """Return the status of a pod whose container has crashed."""
+    ended = {"exitCode": 2, "message": "INFO start\npdserve: engine_args.stepp_s: unknown field\n"}
+    container = {"name": "worker", "image": "v2", "imageID": "", "ready": False}
+    container |= {"restartCount": restarts, "lastState": {"terminated": ended}}
+    container |= {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}}
+    return {"containerStatuses": [container]}
+
+
+async def test_a_canary_with_crashing_pods_is_rolled_back_at_once_with_the_reason(
+    setup: Setup,
+) -> None:
+    operator, old = await installed(setup)
+    change_image(setup.api, "v2")
+    await setup.look(operator, 2)
+    new = setup.status()["canary"]["revision"]
+    setup.broken.add(new)
+    setup.api.add_pod("decode-x", {REVISION: new}, **crashed(1))
+    await setup.look(operator, 2)
+    reason = "decode-x: CrashLoopBackOff, 1 restarts: pdserve: engine_args.stepp_s: unknown field"
+    assert setup.canary()[0] == "WaitsForWorkers", "once is no loop"
+    assert reason in setup.canary()[1]
+    setup.api.add_pod("decode-x", {REVISION: new}, **crashed(2))
+    await setup.look(operator, 2)
+    assert setup.canary()[0] == "RolledBack"
+    assert "engine_args.stepp_s: unknown field" in setup.canary()[1]
+    assert all(old in name for name in setup.cohorts())
+
+
+async def test_a_service_that_served_is_not_given_up_when_its_pods_crash(setup: Setup) -> None:
+    operator, old = await installed(setup)
+    setup.broken.add(old)
+    setup.api.add_pod("decode-x", {REVISION: old}, **crashed(50))
+    await setup.look(operator, 5)
+    assert setup.cohorts() == {f"pdserve-prefill-{old}": 2, f"pdserve-decode-{old}": 3}
+    (ready,) = (x for x in setup.status()["conditions"] if x["type"] == "Ready")
+    assert "decode-x: CrashLoopBackOff, 50 restarts" in ready["message"]
+
+
+async def test_a_pending_pod_shows_its_reason(setup: Setup) -> None:
+    operator, _ = await installed(setup)
+    change_image(setup.api, "v2")
+    await setup.look(operator, 2)
+    new = setup.status()["canary"]["revision"]
+    setup.broken.add(new)
+    why = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    unscheduled = {"type": "PodScheduled", "status": "False", "message": why}
+    setup.api.add_pod("decode-x", {REVISION: new}, conditions=[unscheduled])
+    await setup.look(operator, 2)
+    assert f"decode-x: {why}" in setup.canary()[1]

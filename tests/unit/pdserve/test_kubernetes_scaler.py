@@ -13,12 +13,12 @@ from msgspec import structs
 
 from pdserve.cli import main
 from pdserve.config import ScalingConfig
-from pdserve.deploy.load import Load
-from pdserve.deploy.scaling import Bounds
+from pdserve.deploy.scaling.load import Load
+from pdserve.deploy.scaling.scaler import Bounds
 from pdserve.errors import ClientError, ConfigError, PermissionDenied, Unavailable
 from pdserve.types import Role
-from tests.kubernetes_api import KubernetesApi, Right, kubernetes_api, rights_in
-from tests.patience import WAIT_S
+from tests.support.kubernetes_api import KubernetesApi, Right, kubernetes_api, rights_in
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytest.importorskip("lightkube", reason="needs the extra kubernetes")
 from pdserve.deploy.kubernetes.api import connect, repeat, scale_of
 from pdserve.deploy.kubernetes.lease import DURATION_S, LeaderLease
-from pdserve.deploy.kubernetes.scaler import Pool, ReplicaScaler
+from pdserve.deploy.kubernetes.scaler import ReplicaScaler, ScalablePool
 
 RULES = ScalingConfig(target_load=0.5, up_after_s=0.0, down_after_s=0.0)
 COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -37,7 +37,7 @@ RIGHTS = rights_in("scaler")
 
 
 class Setup:
-    """Scalers of one cluster, whose load and clock the test sets."""
+    """Scalers of one cluster. The test sets its load and clock."""
 
     def __init__(self, api: KubernetesApi, stack: AsyncExitStack) -> None:
         self.api = api
@@ -50,8 +50,10 @@ class Setup:
     async def start(self, rules: ScalingConfig = RULES) -> ReplicaScaler:
         client = await self._stack.enter_async_context(connect())
         pools = {
-            Role.PREFILL: Pool(*scale_of("deployments.v1.apps/pdserve-prefill"), Bounds(1, 4)),
-            Role.DECODE: Pool(*scale_of(self.decode), Bounds(1, 8)),
+            Role.PREFILL: ScalablePool(
+                *scale_of("deployments.v1.apps/pdserve-prefill"), Bounds(1, 4)
+            ),
+            Role.DECODE: ScalablePool(*scale_of(self.decode), Bounds(1, 8)),
         }
         lease = LeaderLease(client, LEASE, lambda: self.now)
         scaler = ReplicaScaler(client, lease, pools, rules, self._measure, lambda: self.now)
@@ -112,7 +114,41 @@ async def test_a_model_that_waits_for_requests_goes_to_zero_and_comes_back(setup
     assert setup.api.replicas("pdserve-prefill") == 1
 
 
-async def test_a_restarted_scaler_goes_on_from_the_replicas_that_there_are(setup: Setup) -> None:
+async def test_it_waits_while_some_routers_have_not_been_replaced(setup: Setup) -> None:
+    scaler = await setup.start(structs.replace(RULES, to_zero_after_s=2.0))
+    setup.load = replace(setup.load, on_demand_somewhere=True)
+    with pytest.raises(Unavailable, match="on_demand_models of a router lacks"):
+        await setup.look(scaler)
+
+
+async def test_a_released_lease_can_be_acquired_at_once(setup: Setup) -> None:
+    first, second = await setup.start(), await setup.start()
+    setup.needs(2.0)
+    assert [await setup.look(x) for x in (first, second)] == [4, 4]
+    await setup.leases[second].release()  # which it does not hold
+    assert setup.leases[first].is_held
+    await setup.leases[first].release()
+    assert not setup.leases[first].is_held
+    await setup.look(second)
+    assert setup.leases[second].is_held
+
+
+async def test_each_look_shows_that_the_process_is_alive(tmp_path: Path) -> None:
+    alive, looks = tmp_path / "alive", 0
+
+    async def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 1:
+            assert alive.exists(), "a look that failed counts, too"
+            raise PermissionDenied("enough")
+        raise Unavailable("nobody answers")
+
+    with pytest.raises(PermissionDenied):
+        await asyncio.wait_for(repeat(look, ClientError, alive, pause_s=0.0), WAIT_S)
+
+
+async def test_a_restarted_scaler_continues_from_the_current_replicas(setup: Setup) -> None:
     first = await setup.start()
     setup.needs(2.0)
     assert await setup.look(first) == 4
@@ -159,7 +195,7 @@ async def test_a_leader_that_finds_another_one_stops_at_once(setup: Setup) -> No
     assert not setup.leases[scaler].is_held
 
 
-async def test_a_conflict_is_tried_again_over_what_there_is_now(setup: Setup) -> None:
+async def test_a_conflict_is_retried_over_the_current_state(setup: Setup) -> None:
     scaler = await setup.start()
     setup.needs(2.0)
     setup.api.races = 3
@@ -217,7 +253,7 @@ def test_a_target_that_names_no_resource_is_refused(text: str) -> None:
         scale_of(text)
 
 
-def test_what_to_install_is_said(
+def test_the_error_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "pdserve.deploy.kubernetes.api")

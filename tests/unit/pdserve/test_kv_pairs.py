@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.kv_pairs import exchange, kind_of, unpaired
+from pdserve.kv_compatibility import exchange, kind_of, unpaired
 from pdserve.types import KvEndpoint, Role
-from tests.fakes import worker_info
+from tests.support.router_stack import worker_info
 
 if TYPE_CHECKING:
     from pdserve.types import WorkerInfo
@@ -18,7 +18,7 @@ LAYOUT = {"connector": "pdserve 3", "model": "m:64x2", "dtype": "bfloat16", "blo
 
 
 def worker(worker_id: str, role: Role, *, transports: str = "shm+tcp", **layout: Any) -> WorkerInfo:
-    """With LAYOUT but for what is named; None leaves a field out."""
+    """Return LAYOUT with these changes; None removes a field."""
     has = {k: v for k, v in {**LAYOUT, **layout}.items() if v is not None}
     key = str(sorted(has.items()))
     kv = KvEndpoint(("127.0.0.1:1",), key, has, tuple(transports.split("+")))

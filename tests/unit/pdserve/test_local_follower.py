@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.config import ScalingConfig, load_config
-from pdserve.deploy.load import Load
+from pdserve.deploy.local.follower import LoadFollower
+from pdserve.deploy.local.specs import PoolSpec, worker_pools
+from pdserve.deploy.scaling.load import Load
 from pdserve.errors import ConfigError
-from pdserve.local.follower import LoadFollower
-from pdserve.local.specs import Pool, worker_pools
 from pdserve.types import Role
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ async def test_spare_workers_start_and_the_idlest_stop() -> None:
     async def measure() -> Load:
         return Load({Role.DECODE: need}, streams)
 
-    follower = LoadFollower([Pool("m", Role.DECODE, NAMES, 1)], RULES, measure)
+    follower = LoadFollower([PoolSpec("m", Role.DECODE, NAMES, 1)], RULES, measure)
     assert await follower.look(["decode-0"], (), 0.0) == []
     (change,) = await follower.look(["decode-0"], ["decode-2"], 2.0)
     assert (list(change.start), list(change.stop)) == (["decode-2"], [])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -18,18 +16,17 @@ from pdserve.config import (
     parse,
     read_yaml,
 )
-from pdserve.errors import ConfigError
-from pdserve.local.gpus import Wanted, gpus_for, memory_share, share_gpus, visible_gpus
-from pdserve.local.progress import StartProgress
-from pdserve.local.specs import (
+from pdserve.deploy.local.progress import StartProgress
+from pdserve.deploy.local.specs import (
     before_on_gpu,
     core_pools,
-    reachable,
     router_configs,
     share_cores,
     worker_configs,
 )
-from pdserve.local.supervisor import FORGIVEN_AFTER_S, Child
+from pdserve.errors import ConfigError
+from pdserve.net.sockets import reachable
+from pdserve.process.gpus import Wanted, gpus_for, memory_share, share_gpus, visible_gpus
 from pdserve.types import Role
 
 
@@ -81,7 +78,7 @@ def test_workers_are_named_by_role_and_pinned_apart() -> None:
         ("worker.routers", WorkerConfig(routers=("10.0.0.1:8001",))),
     ],
 )
-def test_what_is_chosen_by_up_is_refused_in_its_file(key: str, worker: WorkerConfig) -> None:
+def test_keys_that_up_sets_are_refused_in_its_file(key: str, worker: WorkerConfig) -> None:
     with pytest.raises(ConfigError) as caught:
         worker_configs(Config(worker=worker), range(2))
     assert caught.value.field == key
@@ -165,13 +162,13 @@ def test_several_models_have_workers_of_their_own() -> None:
         ("up: {models: [{model: a, decode: {workers: 0}}]}", "up.models[0].decode.workers"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_its_key(text: str, key: str) -> None:
+def test_a_configuration_that_cannot_be_served_is_refused_by_key(text: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         worker_configs(parse(Config, read_yaml(text, "test")), range(4), {0: (), 1: ()})
     assert caught.value.field == key
 
 
-def test_workers_on_one_gpu_share_its_memory_unless_they_are_told_how_much() -> None:
+def test_workers_on_one_gpu_share_its_memory_by_default() -> None:
     assert memory_share((0,), [(0,), (1,)]) is None
     assert memory_share((), [(), ()]) is None
     workers = worker_configs(Config(), range(2), {0: ()})
@@ -184,16 +181,16 @@ def test_workers_on_one_gpu_share_its_memory_unless_they_are_told_how_much() -> 
 
 def test_gpus_are_for_a_vllm_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = {0: frozenset({0}), 1: frozenset[int]()}
-    monkeypatch.setattr("pdserve.local.gpus.visible_gpus", lambda: gpus)
-    monkeypatch.setattr("pdserve.local.gpus.version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr("pdserve.process.gpus.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("pdserve.process.gpus.version", lambda name: "2.13.0+cu130")
     assert gpus_for(Config()) == gpus
     assert gpus_for(Config(worker=WorkerConfig(engine="fake"))) == {}
-    monkeypatch.setattr("pdserve.local.gpus.version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr("pdserve.process.gpus.version", lambda name: "2.13.0+cpu")
     assert gpus_for(Config()) == {}
 
 
 class AffinityNvml:
-    """NVML on a machine with 72 cores, GPU 0 near the first and the last; GPU 1 does not know."""
+    """NVML with 72 cores: GPU 0 is near the first and the last, GPU 1 does not report it."""
 
     class NVMLError(Exception):
         pass
@@ -214,7 +211,7 @@ class AffinityNvml:
 
 
 def test_each_visible_gpu_comes_with_its_nearest_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.local.gpus.open_nvml", lambda: nullcontext(AffinityNvml()))
+    monkeypatch.setattr("pdserve.process.gpus.open_nvml", lambda: nullcontext(AffinityNvml()))
     monkeypatch.setattr("os.cpu_count", lambda: 72)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == {0: {0, 71}, 1: set()}
@@ -281,21 +278,6 @@ def test_routers_side_by_side_have_ports_of_their_own() -> None:
 )
 def test_a_server_on_every_address_is_reached_on_the_loopback(address: str, seen: str) -> None:
     assert reachable(address) == seen
-
-
-def test_a_process_that_dies_is_restarted_after_growing_pauses_until_up_gives_up() -> None:
-    child = Child("decode-0", Path("log"))
-    pauses = [child.count_death(7) for _ in range(8)]
-    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, None]
-
-
-def test_a_process_that_served_for_long_starts_again_with_the_first_pause() -> None:
-    child = Child("decode-0", Path("log"))
-    assert child.count_death(1) == 1.0
-    child.ready_at = time.monotonic() - FORGIVEN_AFTER_S
-    assert child.count_death(1) == 1.0
-    child.ready_at = time.monotonic()
-    assert child.count_death(1) is None
 
 
 def test_workers_start_one_after_the_other_on_a_gpu_that_they_share() -> None:

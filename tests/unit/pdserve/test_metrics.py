@@ -7,9 +7,9 @@ from pathlib import Path
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from kv_transfer.protocol.peers import TransferCounters
+from kv_transfer.protocol.driver import TransferCounters
 from pdserve.config import SloConfig
-from pdserve.metrics import METRICS, as_markdown
+from pdserve.observe.metrics import METRICS, as_markdown
 from pdserve.types import Receipt, Usage
 from router.metrics import RouterMetrics
 
@@ -29,7 +29,10 @@ def test_the_table_has_every_total_of_kv_transfers() -> None:
 
 def answered(metrics: RouterMetrics, *, ttft_s: float, trace_id: str = "") -> None:
     metrics.answered(
-        *("demo", "", Usage(3, 5, 0), Receipt()),
+        "demo",
+        "",
+        Usage(3, 5, 0),
+        Receipt(),
         resumed=0,
         longest=5,
         ttft_s=ttft_s,

@@ -26,7 +26,7 @@ def test_names_are_the_same_when_the_spec_was_stored() -> None:
     assert stored.processes().keys() == spec.processes().keys()
 
 
-def test_what_differs_is_replaced_one_at_a_time_and_something_always_serves() -> None:
+def test_changed_workers_are_replaced_one_at_a_time_while_others_serve() -> None:
     before = spec_of(up__routers=2, up__decode__workers=3)
     after = before.upgraded(spec_of(up__routers=2, worker__log_level="debug", router__lease_s=4.0))
     assert after.counts == before.counts

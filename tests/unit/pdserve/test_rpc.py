@@ -9,7 +9,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdserve import rpc
 from pdserve.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -22,6 +21,7 @@ from pdserve.errors import (
     Unauthenticated,
     Unavailable,
 )
+from pdserve.net import rpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -72,7 +72,7 @@ async def call(behavior: Behavior) -> None:
         InternalError("bug: \u00e9"),
     ],
 )
-async def test_an_error_arrives_as_what_it_was(error: PdserveError) -> None:
+async def test_an_error_keeps_its_type_over_grpc(error: PdserveError) -> None:
     async def refuse(request: bytes, context: Context) -> bytes:
         await rpc.abort(context, error)
 
@@ -92,7 +92,7 @@ async def test_an_error_arrives_as_what_it_was(error: PdserveError) -> None:
         (grpc.StatusCode.UNAVAILABLE, ((rpc.ERROR_METADATA_KEY, b"\xff\xff"),), Unavailable),
     ],
 )
-def test_an_error_that_is_not_ours_is_the_nearest_one(
+def test_a_foreign_error_becomes_the_nearest_of_ours(
     status: grpc.StatusCode, metadata: tuple[tuple[str, bytes], ...], expected: type[PdserveError]
 ) -> None:
     foreign = grpc.aio.AioRpcError(

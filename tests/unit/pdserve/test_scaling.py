@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.config import ScalingConfig, load_config
-from pdserve.deploy.scaling import Bounds, Scaler
+from pdserve.deploy.scaling.scaler import Bounds, Scaler
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 
@@ -19,7 +19,7 @@ DECODE = Role.DECODE
 
 
 def counts(needs: list[float], *, least: int = 1, most: int = 16) -> list[int]:
-    """Workers wanted at each second."""
+    """Return the wanted workers at each second."""
     scaler = Scaler({DECODE: Bounds(least, most)}, RULES, {DECODE: least})
     return [scaler.decide({DECODE: need}, float(now))[DECODE] for now, need in enumerate(needs)]
 
@@ -62,7 +62,7 @@ def test_a_role_of_unknown_load_keeps_its_workers() -> None:
 
 
 @pytest.mark.parametrize(("present", "first"), [(0, 2), (3, 3), (9, 4)])
-def test_it_goes_on_from_the_workers_that_there_are(present: int, first: int) -> None:
+def test_it_continues_from_the_current_workers(present: int, first: int) -> None:
     scaler = Scaler({DECODE: Bounds(2, 4)}, RULES, {DECODE: present})
     assert scaler.decide({}, 0.0) == {DECODE: first}
 

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pdserve.errors import WorkerFailed
-from pdserve.telemetry import Tracing
+from pdserve.observe.telemetry import Tracing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ def test_a_request_continues_its_trace_or_begins_one(tracing: Tracing) -> None:
         assert first.traceparent.split("-")[1] not in (TRACE, "0" * 32)
 
 
-def test_what_is_not_sampled_has_no_span(tracing: Tracing) -> None:
+def test_an_unsampled_request_has_no_span(tracing: Tracing) -> None:
     assert tracing.begin("request", f"00-{TRACE}-{CALLER}-00", {}) is None
 
 

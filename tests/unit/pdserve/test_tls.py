@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,14 @@ import pytest
 from pdserve.config import AccessConfig, Config, HttpTlsConfig, RouterAccessConfig, TlsConfig, parse
 from pdserve.errors import ConfigError
 from pdserve.security.keys import hash_key
-from pdserve.security.tls import dialer, http_context, server_credentials, tls_dialer
-from tests.pki import Ca
+from pdserve.security.tls import (
+    CertificateCollector,
+    dialer,
+    http_context,
+    server_credentials,
+    tls_dialer,
+)
+from tests.support.pki import Ca
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +79,7 @@ def test_each_fault_of_a_pair_names_its_key_and_the_reason(ca: Ca, tmp_path: Pat
         assert (field, why in reason) == ("access.tls.ca_file", True)
 
 
-def test_a_client_says_of_its_own_certificate_that_it_has_expired(ca: Ca) -> None:
+def test_a_client_reports_that_its_own_certificate_has_expired(ca: Ca) -> None:
     late = ca.issue("late", hours=-1)
     field, reason = refusal(lambda: tls_dialer(cert_file=late.cert, key_file=late.key))
     assert (field, "expired" in reason) == ("tls.cert_file", True)
@@ -89,6 +96,40 @@ def test_files_that_are_renewed_wrongly_are_not_used(
     assert [f"{files.cert} is not a certificate in PEM" in x for x in caplog.messages] == [True]
     ca.issue("router")
     assert found.context is found.context is not first
+
+
+def shown(collector: CertificateCollector) -> dict[tuple[str, str], float]:
+    """Return the values by the end of the metric's name and its label."""
+    return {
+        (x.name.removeprefix("pdserve_tls_"), x.labels["key"]): x.value
+        for metric in collector.collect()
+        for x in metric.samples
+    }
+
+
+def test_metrics_tell_when_certificates_end_and_that_new_ones_are_not_used(ca: Ca) -> None:
+    files, public = ca.issue("router", hours=3), ca.issue("public", hours=7)
+    tls = TlsConfig(cert_file=files.cert, key_file=files.key, ca_file=ca.path)
+    http = HttpTlsConfig(cert_file=public.cert, key_file=public.key)
+    collector = CertificateCollector(RouterAccessConfig(tls=tls, http_tls=http))
+
+    def hours() -> dict[str, int]:
+        ends = {
+            x: end for (name, x), end in shown(collector).items() if name == "not_after_seconds"
+        }
+        return {key: round((end - time.time()) / 3600) for key, end in ends.items()}
+
+    def errors() -> dict[str, float]:
+        return {x: n for (name, x), n in shown(collector).items() if name == "file_errors_total"}
+
+    expected = {"access.tls.cert_file": 3, "access.tls.ca_file": 24, "access.http_tls.cert_file": 7}
+    assert hours() == expected
+    Path(files.cert).write_text("no certificate")
+    assert hours() == expected
+    assert errors() == {"access.tls": 1, "access.http_tls": 0}
+    ca.issue("router", hours=5)
+    assert hours() == expected | {"access.tls.cert_file": 5}
+    assert shown(CertificateCollector(AccessConfig())) == {}
 
 
 @pytest.mark.parametrize(

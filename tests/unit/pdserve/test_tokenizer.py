@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -11,9 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from pdserve import tokenizer as tokenizer_module
 from pdserve.errors import ConfigError, InvalidRequest
-from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, digest_of, read_files
+from pdserve.model.tokenizer import (
+    MAX_FILES_BYTES,
+    ChatMessage,
+    Conversation,
+    Tokenizer,
+    digest_of,
+    read_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +35,7 @@ HI = (ChatMessage("user", "hi"),)
 
 
 def fast_tokenizer() -> FastTokenizer:
-    """Byte-level, so that every text has tokens; BOS goes before each text."""
+    """Return a byte-level tokenizer, which has tokens for every text and puts BOS before it."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -209,17 +216,15 @@ def test_without_a_template_a_chat_is_refused(tmp_path: Path, config: dict[str, 
     assert caught.value.field == "messages"
 
 
-def test_a_digest_is_that_of_what_matters_and_the_size_has_a_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_covers_the_tokenizer_files_and_their_size_is_bounded(tmp_path: Path) -> None:
     assert digest_of(read_files(tmp_path)) == ""
     files = read_files(write(tmp_path, CONFIG))
     (tmp_path / "model.safetensors").touch()
     assert read_files(tmp_path) == files
     changed = [{**files, name: b""} for name in files] + [dict([item]) for item in files.items()]
     assert len({digest_of(x) for x in [files, *changed]}) == 1 + len(changed)
-    monkeypatch.setattr(tokenizer_module, "MAX_FILES_BYTES", 99)
-    with pytest.raises(ConfigError, match=r"has \d+ bytes; at most 99 are sent"):
+    os.truncate(tmp_path / "tokenizer.json", MAX_FILES_BYTES)
+    with pytest.raises(ConfigError, match=rf"has \d+ bytes; at most {MAX_FILES_BYTES} are sent"):
         read_files(tmp_path)
 
 

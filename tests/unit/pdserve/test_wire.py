@@ -31,7 +31,7 @@ PLAIN = {int: COUNT, float: st.floats(0, 1e9), str: TEXT, bytes: st.binary(max_s
 
 
 def made(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a type of `pdserve.types`, with numbers that a message can hold."""
+    """Draw values of a type of `pdserve.types`, with numbers that a message can hold."""
     args = [x for x in get_args(hint) if x is not type(None)]
     if hint in PLAIN:
         return PLAIN[hint]
@@ -95,7 +95,7 @@ DELTA = made(t.StreamDelta).map(
 
 
 def travelled(message: M) -> M:
-    """The message as its receiver has it."""
+    """Return the message as received."""
     return type(message).FromString(message.SerializeToString())
 
 
@@ -119,7 +119,7 @@ FUNCTIONS: list[tuple[st.SearchStrategy[Any], Any, Any]] = [
 
 @pytest.mark.parametrize(("values", "to_pb", "from_pb"), FUNCTIONS)
 @given(data=st.data())
-def test_what_is_sent_arrives(
+def test_every_type_survives_the_wire(
     data: st.DataObject, values: st.SearchStrategy[Any], to_pb: Any, from_pb: Any
 ) -> None:
     value = data.draw(values)
@@ -160,7 +160,7 @@ def complete_worker(**changes: Any) -> w.WorkerInfo:
         address="h:1",
         block_size=1,
         total_blocks=1,
-        max_num_seqs=1,
+        limits=w.EngineLimits(max_num_seqs=1),
     )
     message.MergeFrom(w.WorkerInfo(**changes))
     return message
@@ -182,7 +182,7 @@ def test_sampling_defaults_that_no_request_may_have_are_refused(defaults: dict[s
 
 @pytest.mark.parametrize(
     "name",
-    ["worker_id", "instance_id", "address", "block_size", "total_blocks", "max_num_seqs", "model"],
+    ["worker_id", "instance_id", "address", "block_size", "total_blocks", "limits", "model"],
 )
 def test_incomplete_worker_is_refused_by_name(name: str) -> None:
     message = complete_worker()
@@ -215,3 +215,33 @@ def test_unknown_role_is_refused(role: int) -> None:
 def test_unknown_finish_reason_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         wire.delta_from_pb(w.StreamDelta(finish_reason=99))  # type: ignore[arg-type]
+
+
+IMAGE = t.MediaItem(
+    "image", "a1", offset=2, length=9, is_embed=b"\xff\x01", metadata=b"m", data=b"d"
+)
+
+
+def test_media_survive_the_wire() -> None:
+    assert wire.media_from_pb([wire.media_to_pb(IMAGE)], 11) == (IMAGE,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"modality": "video"},
+        {"hash": ""},
+        {"hash": "a" * 129},
+        {"offset": 3},
+        {"offset": 0},
+        {"length": 0},
+        {"is_embed": b"\xff"},
+        {"metadata": bytes(2049)},
+    ],
+)
+def test_a_bad_media_item_is_refused_by_its_index(change: dict[str, Any]) -> None:
+    before = t.MediaItem("image", "b2", offset=0, length=2)
+    items = [before, replace(IMAGE, **change)]
+    with pytest.raises(InvalidRequest) as caught:
+        wire.media_from_pb([wire.media_to_pb(item) for item in items], 11)
+    assert caught.value.field == "media[1]"

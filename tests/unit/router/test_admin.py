@@ -10,25 +10,31 @@ from typing import TYPE_CHECKING, cast
 import grpc.aio
 import pytest
 
-from pdserve import rpc, wire
+from pdserve import wire
 from pdserve.config import SloConfig
 from pdserve.errors import InvalidRequest, Unavailable
-from pdserve.types import Role, WorkerLoad
+from pdserve.net import rpc
+from pdserve.types import IDLE, Account, Role, WorkerLoad
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
-from router.admin import RegistryService
+from router.api.admin import RegistryService
+from router.fleet.accounting import Accounting
+from router.fleet.connections import Connections
+from router.fleet.on_demand import OnDemandModels
 from router.fleet.registry import Fleet
-from router.on_demand import OnDemandModels
+from router.metrics import RouterMetrics
+from router.operations.adapters import ServedAdapters
+from router.operations.autoscaler import Loads
 from router.placement.cost import CostModel
-from router.roles import Loads
-from tests.fakes import MODEL, ScriptedWorker, worker_info
-from tests.patience import WAIT_S
+from router.placement.revisions import RevisionShares
+from tests.support.router_stack import MODEL, ScriptedWorker, worker_info
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
-    from router.request import RequestServer
+    from router.request.request import RequestServer
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
 LOADS = {"m": Loads(1, 2, 0.5, 1.5)}
@@ -43,16 +49,30 @@ class Idle:
 
 @asynccontextmanager
 async def registry(
-    fleet: Fleet, on_demand: OnDemandModels | None = None
+    fleet: Fleet, on_demand: OnDemandModels | None = None, metrics: RouterMetrics | None = None
 ) -> AsyncIterator[RegistryAsyncStub]:
     server = rpc.make_server()
     costs = CostModel(fleet, SloConfig(), fleet.now)
     requests = cast("RequestServer", Idle())
-    service = RegistryService(fleet, requests, costs, on_demand, {}, LOADS)
+    accounting = Accounting({}, (metrics or RouterMetrics(SloConfig())).count)
+    service = RegistryService(
+        fleet,
+        requests,
+        accounting=accounting,
+        adapters=ServedAdapters(),
+        shares=RevisionShares(),
+        costs=costs,
+        on_demand=on_demand,
+        roles={},
+        loads=LOADS,
+    )
     add_RegistryServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with fleet, rpc.open_channel(f"127.0.0.1:{port}") as channel:
+    async with (
+        Connections(fleet, router_id="router-1"),
+        rpc.open_channel(f"127.0.0.1:{port}") as channel,
+    ):
         yield RegistryStub(channel)
     await server.stop(None)
 
@@ -63,7 +83,7 @@ def register(worker: ScriptedWorker) -> w.RegisterRequest:
 
 async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
     worker = ScriptedWorker("p", Role.PREFILL)
-    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=lambda: 0.0)
+    fleet = Fleet(lease_s=5.0, clock=lambda: 0.0)
     async with worker.serving(), registry(fleet) as stub:
         assert (await stub.Register(register(worker))).lease_s == 5.0
         while fleet.members["p"].state != "ready":
@@ -82,34 +102,54 @@ async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
 
         await stub.Deregister(w.DeregisterRequest(worker_id="p", instance_id="e1"))
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
-        assert entry.state == "lost"
+        assert entry.state == "left"
+
+
+async def test_reported_time_is_counted_and_open_work_of_a_replaced_worker_is_waste() -> None:
+    fleet, metrics = Fleet(), RouterMetrics(SloConfig())
+    account = wire.account_to_pb(Account({IDLE: 5.0}, {}, open_s=3.0, busy_s=9.0))
+    async with registry(fleet, metrics=metrics) as stub:
+        for instance_id in ("e1", "e2"):
+            info = worker_info("p", Role.PREFILL, instance_id=instance_id)
+            await stub.Register(w.RegisterRequest(worker=wire.worker_to_pb(info)))
+            await stub.Renew(
+                w.RenewRequest(worker_id="p", instance_id=instance_id, account=account)
+            )
+        await stub.Deregister(w.DeregisterRequest(worker_id="p", instance_id="e2", account=account))
+    counted = {
+        line.partition("{")[2]
+        for line in metrics.render()[0].decode().splitlines()
+        if line.startswith("pdserve_engine_seconds_total{")
+    }
+    labels = 'kind="{}",model="demo",reason="{}",role="prefill"}} {}'
+    assert counted == {labels.format("idle", "", 15.0), labels.format("waste", "worker_lost", 3.0)}
 
 
 async def test_the_needs_of_each_role_are_listed() -> None:
-    async with registry(Fleet(router_id="router-1", lease_s=5.0)) as stub:
+    async with registry(Fleet(lease_s=5.0)) as stub:
         needs = (await stub.ListWorkers(w.ListWorkersRequest())).needs
     found = {(x.model, wire.role_from_pb(x.role)): x.workers for x in needs}
     assert found == {("m", Role.PREFILL): 0.5, ("m", Role.DECODE): 1.5}
 
 
-async def test_no_needs_are_listed_of_a_model_whose_first_workers_still_load() -> None:
-    """A scaler to zero would stop them."""
-    fleet = Fleet(router_id="router-1", lease_s=5.0)
-    on_demand = OnDemandModels(("m",), fleet, patience_s=WAIT_S, max_waiting=1)
+async def test_no_needs_are_listed_for_a_model_whose_first_workers_still_load() -> None:
+    """Otherwise a scaler to zero would stop them."""
+    fleet = Fleet(lease_s=5.0)
+    on_demand = OnDemandModels(("m",), fleet, {}, patience_s=WAIT_S, max_waiting=1)
     async with registry(fleet, on_demand) as stub:
         assert not (await stub.ListWorkers(w.ListWorkersRequest())).needs
 
 
 async def test_figures_that_are_none_are_refused_by_name() -> None:
     worker = ScriptedWorker("p", Role.PREFILL)
-    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=lambda: 0.0)
+    fleet = Fleet(lease_s=5.0, clock=lambda: 0.0)
     async with worker.serving(), registry(fleet) as stub:
         await stub.Register(register(worker))
         bad = w.KvReport(totals={"not a name": 1.0})
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Renew(w.RenewRequest(worker_id="p", instance_id="e1", kv=bad))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert fleet.members["p"].kv is None
+        assert fleet.members["p"].reported.kv is None
 
 
 @pytest.mark.parametrize(
@@ -136,10 +176,10 @@ async def test_figures_that_are_none_are_refused_by_name() -> None:
         ),
     ],
 )
-async def test_a_worker_that_does_not_fit_is_told_why(
+async def test_a_worker_that_does_not_fit_gets_the_reason(
     worker: object, field: str, message: str
 ) -> None:
-    fleet = Fleet(router_id="router-1", lease_s=5.0)
+    fleet = Fleet(lease_s=5.0)
     async with registry(fleet) as stub:
         await stub.Register(
             w.RegisterRequest(worker=wire.worker_to_pb(worker_info("p", Role.PREFILL)))
@@ -154,8 +194,8 @@ async def test_a_worker_that_does_not_fit_is_told_why(
         assert list(fleet.members) == ["p"]
 
 
-async def test_a_renewal_of_an_unknown_worker_says_register_again() -> None:
-    async with registry(Fleet(router_id="router-1", lease_s=5.0)) as stub:
+async def test_a_renewal_of_an_unknown_worker_asks_for_registration() -> None:
+    async with registry(Fleet(lease_s=5.0)) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Renew(w.RenewRequest(worker_id="p", instance_id="e1"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -24,10 +24,12 @@ from router.admission import (
     AdmissionController,
     AdmissionLimits,
     LatencyEstimate,
+    NoRoom,
+    Slot,
     Tenants,
 )
-from router.admission.queue import MAX_PASSES, RATE_MIN_SAMPLES, RETRY_SHARE
-from tests.patience import skip
+from router.admission.queue import MAX_PASSES, RATE_MIN_SAMPLES
+from tests.support.timeouts import skip
 
 BATCH = ServiceClass.BATCH
 NO_WORKER = Unavailable("no decode worker is ready")
@@ -38,9 +40,10 @@ class Held:
     pool: Pool
     tokens: int
 
-    def release(self) -> None:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
         self.pool.taken -= self.tokens
-        self.tokens = 0
 
 
 class Pool:
@@ -51,11 +54,11 @@ class Pool:
         self.taken = 0
         self.error: PdserveError | None = None
 
-    def reserve(self, tokens: int) -> Held | None:
+    def reserve(self, tokens: int) -> Held:
         if self.error is not None:
             raise type(self.error)(self.error.message)
         if self.taken + tokens > self.capacity:
-            return None
+            raise NoRoom("the pool has no room")
         self.taken += tokens
         return Held(self, tokens)
 
@@ -85,14 +88,26 @@ class Clients:
         request, end = GenerateRequest(**(values | changes)), asyncio.Event()
 
         async def run() -> None:
-            reserve = lambda: self.pool.reserve(tokens)  # noqa: E731
-            with await self.controller.slot(request, reserve, kv_tokens=tokens) as held:
-                assert held.tokens == tokens
+            with (
+                self.controller.enter(request, kv_tokens=tokens) as slot,
+                await self.reserve(slot, tokens),
+            ):
                 self.admitted.append(name)
                 await end.wait()
 
         self._ends[name], self.tasks[name] = end, asyncio.create_task(run())
         await settle()
+
+    async def reserve(self, slot: Slot, tokens: int) -> Held:
+        while True:
+            await slot.turn()
+            try:
+                held = self.pool.reserve(tokens)
+            except Unavailable as reason:
+                slot.wait_for(reason)
+            else:
+                slot.take()
+                return held
 
     async def end(self, *names: str) -> None:
         for name in names:
@@ -117,7 +132,7 @@ class Clients:
 
 
 async def settle() -> None:
-    for _ in range(6):
+    for _ in range(30):
         await asyncio.sleep(0)
 
 
@@ -196,6 +211,19 @@ async def test_small_requests_pass_a_large_one_for_a_while() -> None:
     await clients.end_all()
 
 
+async def test_a_request_cancelled_in_its_turn_gives_it_to_the_next() -> None:
+    clients = Clients(1, 8)
+    for name in "abc":
+        await clients.ask(name)
+    clients.tasks["a"].cancel()
+    await asyncio.wait([clients.tasks["a"]])
+    clients.controller.wake()
+    assert (clients.controller.running, clients.admitted) == (1, ["a"]), "b has its turn"
+    await clients.cancel("b")
+    assert clients.admitted == ["a", "c"]
+    await clients.end_all()
+
+
 async def test_a_full_queue_rejects_with_the_time_at_which_there_will_be_a_place() -> None:
     clients = Clients(1, 2)
     await clients.ask("a")
@@ -214,26 +242,7 @@ async def test_a_full_queue_rejects_with_the_time_at_which_there_will_be_a_place
         assert isinstance(error, Overloaded)
         assert error.reason == Refusal.QUEUE_FULL
         told.append(error.retry_after_s)
-    assert told[0] == pytest.approx(3 / RETRY_SHARE, abs=1)
-    assert told[1] - told[0] == pytest.approx(3 / RETRY_SHARE, abs=1), "another time for each"
-    await clients.end_all()
-
-
-async def test_a_retry_at_the_told_time_finds_a_place_although_new_requests_come() -> None:
-    clients = Clients(1, 2)
-    for i, name in enumerate(("a", "b", "c", "rejected")):
-        await clients.ask(name, prompt_token_ids=(i,))
-    error = rejection(clients, "rejected")
-    await clients.end("a")
-    await clients.end("b")
-    skip(error.retry_after_s)
-    await clients.ask("new", prompt_token_ids=(4,))
-    await clients.ask("newer", prompt_token_ids=(5,))
-    assert rejection(clients, "newer").reason == Refusal.QUEUE_FULL
-    await clients.ask("rejected", prompt_token_ids=(3,))
-    await clients.end("c")
-    await clients.end("new")
-    assert clients.admitted == ["a", "b", "c", "new", "rejected"]
+    assert told == pytest.approx([3, 6, 9], abs=1), "each the next place, at that rate"
     await clients.end_all()
 
 

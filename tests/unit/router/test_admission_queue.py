@@ -33,12 +33,10 @@ ACCOUNTS = {
 def entry(tenant: str = "a", *, work: int = 1, arrived: float = 0.0, **request: Any) -> Entry:
     values = {"model": "m", "prompt_token_ids": (), "sampling": SamplingParams(max_tokens=1)}
     made = GenerateRequest(request_id="r", tenant=tenant, **(values | request))  # type: ignore[arg-type]
-    unused: Any = None
     return Entry(
         request=made,
         account=ACCOUNTS[tenant],
         arrived=arrived,
-        try_reserve=unused,
         work_tokens=work,
     )
 
@@ -101,9 +99,25 @@ def test_batch_goes_last_but_not_never(queued: list[Entry]) -> None:
         assert run <= INTERACTIVE_RUN
 
 
+def test_a_request_behind_a_blocked_one_gets_its_turn_however_often_the_capacity_changes() -> None:
+    large, small = entry(), entry(arrived=1.0)
+    large.kv_tokens = 2
+    queue = queue_of([large, small])
+    turns = []
+    for _ in range(4):
+        found = queue.next_turn()
+        assert found is not None
+        turns.append(found)
+        queue.block(found)
+        queue.unblock(after_scan=True)
+    assert turns == [large, small, large, small]
+    queue.unblock()
+    assert queue.next_turn() is large
+
+
 @given(st.lists(st.integers(1, 100), min_size=200, max_size=200), st.integers(20, 100))
 def test_tenants_share_by_weight(work: list[int], admitted: int) -> None:
-    """While both have requests queued, their work by weight differs by one request of each."""
+    """While both have queued requests, their weighted work differs by at most one request each."""
     queued = [entry("twice", work=w, arrived=float(i)) for i, w in enumerate(work)]
     queued += [entry("b", work=w, arrived=float(i)) for i, w in enumerate(reversed(work))]
     done = {"twice": 0.0, "b": 0.0}
@@ -187,6 +201,20 @@ def test_a_rejected_request_costs_nothing() -> None:
     for _ in range(3):
         this.enter(10, 0.0)
         this.refund(10)
+
+
+def test_each_answer_is_an_open_request_but_one_request_can_always_run() -> None:
+    this = tenant(max_concurrent_requests=4)
+    this.enter(10, 0.0, 3)
+    with pytest.raises(Overloaded, match="3 open requests, this one counts as 2, and the limit is"):
+        this.enter(10, 0.0, 2)
+    this.enter(10, 0.0)
+    this.leave(0.5)
+    this.leave(0.5, 3)
+    this.enter(10, 0.0, 128)
+    assert this.open_requests == 4
+    this.refund(10, 128)
+    assert this.open_requests == 0
 
 
 def test_weights_and_shares() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
 
-from router.background import background
-from tests.patience import WAIT_S
+import pytest
 
-if TYPE_CHECKING:
-    import pytest
+from pdserve.background import background
+from router import metrics as module
+from router.metrics import measure_loop_lag
+from tests.support.timeouts import WAIT_S
 
 
 async def test_a_task_that_fails_is_logged_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
@@ -28,3 +29,12 @@ async def test_a_task_that_fails_is_logged_and_restarted(caplog: pytest.LogCaptu
     assert "sweeper failed and is restarted" in caplog.text
     assert "KeyError: 'lost'" in caplog.text
     assert "sweeper" not in [x.get_name() for x in asyncio.all_tasks()]
+
+
+async def test_the_event_loop_reports_how_late_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [1.0, 1.5, 2.0, 2.125]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: times.pop(0)))
+    seen: list[float] = []
+    with pytest.raises(IndexError):  # when the clock has no more times
+        await measure_loop_lag(seen.append, period_s=0.125)
+    assert seen == [0.375, 0.0]

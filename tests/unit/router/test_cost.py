@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdserve.config import SloConfig
-from pdserve.step_moments import Moments, StepMoments, StepRecorder, StepShape, fit_costs
-from pdserve.types import Receipt, Role, Usage, WorkerLoad
+from pdserve.observe.step_costs import Moments, StepMoments, StepRecorder, StepShape, fit_costs
+from pdserve.types import EngineLimits, Receipt, Role, Usage, WorkerLoad
 from router.fleet.registry import Fleet
 from router.placement.cost import (
     MAX_EXTRAPOLATION,
@@ -20,13 +22,14 @@ from router.placement.cost import (
     REFIT_S,
     Batch,
     CostModel,
-    Ticket,
+    QueuedPrompt,
     fit_steps,
+    is_clearly_cheaper,
     prompt_work,
 )
 from router.placement.policies import POLICIES
 from router.placement.values import Decision, Demand, Placement, PlacementContext
-from tests.fakes import worker_info
+from tests.support.router_stack import worker_info
 
 if TYPE_CHECKING:
     from router.fleet.member import Member
@@ -106,25 +109,30 @@ def test_unknown_steps_are_not_predicted() -> None:
     assert fit_steps(NOTHING, steps()).prefill_s(prompt_work(10)) is not None
 
 
+def measure(member: Member) -> None:
+    member.reported = structs.replace(member.reported, steps=steps())
+
+
 class Rig:
-    """A fleet of one prefill and one decode worker, on a clock that the test sets."""
+    """Return a fleet of one prefill and one decode worker, with the test's clock."""
 
     def __init__(self, *, measured: bool = True, **slo: float) -> None:
         self.now = 1000.0
-        self.fleet = Fleet(router_id="r", lease_s=1e9, clock=lambda: self.now)
+        self.fleet = Fleet(lease_s=1e9, clock=lambda: self.now)
         self.slo = SloConfig(**({"ttft_s": 0.5, "tpot_s": 0.05} | slo))
         self.costs = CostModel(self.fleet, self.slo, lambda: self.now)
         self.prefill, self.decode = self.add("p0", Role.PREFILL), self.add("d0", Role.DECODE)
         if measured:
-            self.prefill.steps = self.decode.steps = steps()
+            measure(self.prefill)
+            measure(self.decode)
             for _ in range(int(MIN_SAMPLES)):
                 self.answered()
 
     def add(self, worker_id: str, role: Role) -> Member:
         self.fleet.register(worker_info(worker_id, role))
         member = self.fleet.members[worker_id]
-        self.fleet.attached(member)
-        member.load = WorkerLoad(0, 0, 0.0, 100)
+        member.attached = True
+        member.report_load(WorkerLoad(0, 0, 0.0, 100))
         return member
 
     def answered(self, *, tokens: int = 21, transport: str = "tcp", **changes: object) -> None:
@@ -149,11 +157,11 @@ class Rig:
         assert found is not None
         return found.ttft_s
 
-    def place(self, tokens: int, *, aggregated: bool = False) -> Ticket:
+    def place(self, tokens: int, *, aggregated: bool = False) -> QueuedPrompt:
         placement = Placement(self.decode.seen(), None if aggregated else self.prefill.seen())
         demand = Demand("demo", tokens, tokens + 10)
-        _, ticket = self.costs.placed(Decision("", [], demand, 0, placement))
-        return ticket
+        _, prompt = self.costs.placed(Decision("", [], demand, 0, placement))
+        return prompt
 
     def aggregates(self, tokens: int = 100) -> bool:
         demand, candidates = Demand("demo", tokens, tokens + 10), self.fleet.candidates("demo")
@@ -173,7 +181,7 @@ class Rig:
 )
 def test_tokens_in_host_memory_count_as_what_loading_them_saves(share: float, worth: int) -> None:
     rig, demand = Rig(), Demand("demo", 100, 110)
-    rig.prefill.load = WorkerLoad(0, 0, 0.0, 100, tier_token_s=share * TOKEN_S)
+    rig.prefill.report_load(WorkerLoad(0, 0, 0.0, 100, tier_token_s=share * TOKEN_S))
     found = rig.costs.tier_worth(demand, rig.prefill.seen(), 20, 60)
     assert found == pytest.approx(worth, abs=1)
     loads_s = STEP_S + 20 * TOKEN_S + 60 * min(share, 80 / 60) * TOKEN_S
@@ -186,7 +194,7 @@ def test_the_first_token_waits_for_the_prompt_and_for_the_prompts_ahead() -> Non
     assert rig.predict() == pytest.approx(alone, rel=0.02)
     assert rig.predict(aggregated=True) == pytest.approx(alone, rel=0.02)
     assert rig.predict(cached=60) == pytest.approx(STEP_S + 40 * TOKEN_S, rel=0.02)
-    ticket = rig.place(200)
+    prompt = rig.place(200)
     behind = STEP_S + 300 * TOKEN_S
     assert rig.predict() == pytest.approx(behind, rel=0.02)
     assert rig.predict(aggregated=True) == pytest.approx(alone, rel=0.02)
@@ -195,14 +203,14 @@ def test_the_first_token_waits_for_the_prompt_and_for_the_prompts_ahead() -> Non
     assert rig.predict() == pytest.approx(behind - 0.1, rel=0.02)
     rig.now += 60.0
     assert rig.predict() == pytest.approx(alone, rel=0.15)
-    rig.costs.computed(ticket)
-    rig.costs.computed(ticket)
+    rig.costs.computed(prompt)
+    rig.costs.computed(prompt)
     assert rig.predict() == pytest.approx(alone, rel=0.02)
 
 
 def test_an_aggregated_prefill_delays_the_streams_beside_it() -> None:
     rig = Rig()
-    rig.decode.load = WorkerLoad(0, 4, 0.1, 90)
+    rig.decode.report_load(WorkerLoad(0, 4, 0.1, 90))
     found = rig.costs.predict(Demand("demo", 100, 110), None, rig.decode.seen(), {})
     assert found is not None
     assert found.itl_s == pytest.approx(STEP_S + 4 * REQUEST_S, rel=0.05)
@@ -220,13 +228,13 @@ def test_prefill_is_aggregated_only_if_that_is_cheaper_for_everybody() -> None:
     for _ in range(5):
         rig.place(300)
     assert rig.aggregates(), "prompts wait on the prefill worker"
-    rig.decode.load = WorkerLoad(0, 20, 0.5, 50)
+    rig.decode.report_load(WorkerLoad(0, 20, 0.5, 50))
     assert not rig.aggregates(), "20 streams would miss their TPOT"
 
 
 def test_prompts_that_wait_on_a_decode_worker_delay_its_streams_too() -> None:
     rig = Rig()
-    rig.decode.load = WorkerLoad(0, 4, 0.1, 90)
+    rig.decode.report_load(WorkerLoad(0, 4, 0.1, 90))
 
     def cost() -> float:
         found = rig.costs.predict(Demand("demo", 300, 310), None, rig.decode.seen(), {})
@@ -234,10 +242,10 @@ def test_prompts_that_wait_on_a_decode_worker_delay_its_streams_too() -> None:
         return found.cost_s
 
     before = cost()
-    tickets = [rig.place(300, aggregated=True) for _ in range(2)]
+    prompts = [rig.place(300, aggregated=True) for _ in range(2)]
     assert cost() > before * 1.1
-    for ticket in tickets:
-        rig.costs.computed(ticket)
+    for prompt in prompts:
+        rig.costs.computed(prompt)
     assert cost() == pytest.approx(before)
 
 
@@ -250,15 +258,40 @@ def test_without_measurements_nothing_is_predicted() -> None:
     assert rig.costs.means("demo") is None
     assert not rig.aggregates()
     # New measurements count after a while.
-    rig.decode.steps = steps()
+    measure(rig.decode)
     rig.now += REFIT_S
     assert rig.costs.predict(demand, None, rig.decode.seen(), {}) is not None
+
+
+def test_the_steps_of_two_self_tests_predict_the_first_request_and_its_next_turn() -> None:
+    rig = Rig(measured=False)
+    for worker in (rig.prefill, rig.decode):
+        recorder = StepRecorder()
+        for length in (16, 32, 64, 128, 256):
+            for shape in (
+                StepShape(length, length**2 / 2, length),
+                *[StepShape(0, 0, 0, 1, 1)] * 2,
+            ):
+                took_s = STEP_S + TOKEN_S * shape.prefill_tokens + REQUEST_S * shape.decode_reqs
+                recorder.observe(shape, took_s, rig.now)
+        moments = recorder.moments(rig.now)
+        worker.reported = structs.replace(worker.reported, steps=moments)
+    assert rig.predict(1000) == pytest.approx(1.0 + STEP_S, rel=0.1)
+    assert not rig.aggregates()
+
+    def cost_s(prefill: Member | None) -> float:
+        cached, seen = {"p0": 400, "d0": 900}, prefill and prefill.seen()
+        found = rig.costs.predict(Demand("demo", 1000, 1010), seen, rig.decode.seen(), cached)
+        assert found is not None
+        return found.cost_s
+
+    assert is_clearly_cheaper(cost_s(None), cost_s(rig.prefill))
 
 
 def test_the_transfer_time_of_a_pair_is_its_own_or_that_of_the_model() -> None:
     rig = Rig()
     other = rig.add("d1", Role.DECODE)
-    other.steps = steps()
+    measure(other)
     demand = Demand("demo", 100, 110)
 
     def transfer_s(decode: Member) -> float:
@@ -279,8 +312,8 @@ def test_a_decode_worker_takes_requests_until_its_tpot_would_exceed_the_limit() 
         rig, taken = Rig(tpot_s=0.05, reject_factor=factor), 0
         while taken < 40 and rig.costs.has_capacity(demand, rig.decode.seen()):
             taken += 1
-            rig.decode.outstanding_requests = taken
-            rig.decode.load = WorkerLoad(0, taken, 0.1, 90)
+            rig.decode.placed.outstanding_requests = taken
+            rig.decode.report_load(WorkerLoad(0, taken, 0.1, 90))
         # Half of a request's time it decodes: 10 ms + 1 ms for each request that does.
         assert taken == pytest.approx(most, rel=0.5)
 
@@ -312,3 +345,14 @@ def test_whether_disaggregation_helps_is_predicted_for_the_load(
         rig.now += interval_s
         rig.answered()
     assert rig.costs.disaggregation("demo").startswith(told)
+
+
+@pytest.mark.parametrize(("reported", "steps_of_100"), [(50, 2), (0, 1)])
+def test_the_limit_of_a_worker_sets_the_number_of_steps_of_a_prompt(
+    reported: int, steps_of_100: int
+) -> None:
+    rig = Rig()
+    rig.prefill.info = replace(rig.prefill.info, limits=EngineLimits(8, reported))
+    model = rig.costs.step_model("p0")
+    assert model is not None
+    assert model.prefill_s(prompt_work(100)) == pytest.approx(steps_of_100 * STEP_S + 0.1, rel=0.02)

@@ -10,13 +10,12 @@ from msgspec import structs
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import FinishReason, Role
 from router.admission import AdmissionLimits
-from router.decisions import MAX_OF_ONE_REQUEST, DecisionLog
 from router.fleet.member import Member
+from router.placement.decisions import MAX_OF_ONE_REQUEST, DecisionLog
 from router.placement.policies import least_loaded
 from router.placement.values import NO_CONTEXT, Demand
-from router.placer import Charge
-from tests.fakes import ScriptedWorker, running_stack, worker_info
-from tests.unit.router.asking import PROMPT, request
+from router.request.placer import Charge
+from tests.support.router_stack import PROMPT, ScriptedWorker, request, running_stack, worker_info
 
 if TYPE_CHECKING:
     from router.placement.values import Decision
@@ -25,7 +24,7 @@ LENGTH = FinishReason.LENGTH
 
 
 def decide(request_id: str, *, full: bool = False) -> Decision:
-    """A decision over a pair of workers, or more; with `full` it must wait."""
+    """Return a decision over two or more workers; with `full` it must wait."""
     workers = [
         Member(worker_info(f"{role[0]}0", role), lease_end=1.0, attached=True)
         for role in (Role.PREFILL, Role.DECODE)
@@ -64,7 +63,7 @@ def test_a_request_that_waits_is_one_decision_until_it_is_placed() -> None:
     assert [(x.waits, x.unix_time_s) for x in log.of("a")] == [(True, 3.0), (False, 4.0)]
 
 
-async def test_a_request_that_is_placed_again_says_why() -> None:
+async def test_a_retried_request_records_the_reason() -> None:
     log = DecisionLog(10)
     workers = [ScriptedWorker(name, Role.PREFILL) for name in ("p1", "p2")]
     decode = ScriptedWorker("d", Role.DECODE)
@@ -88,12 +87,13 @@ async def test_a_request_that_is_placed_again_says_why() -> None:
     assert found[0].decision.demand.prompt_tokens == len(PROMPT)
 
 
-async def test_a_request_that_is_refused_says_why() -> None:
+async def test_a_refused_request_records_the_reason() -> None:
     log = DecisionLog(10)
     limits = AdmissionLimits(queue_timeout_s=0.01)
     prefill = ScriptedWorker("p", Role.PREFILL)
     async with running_stack(prefill, decisions=log, limits=limits) as stack:
-        stack.fleet.members["p"].draining = True
+        member = stack.fleet.members["p"]
+        stack.fleet.engine_died(member)
         async with stack.ask(request(request_id="refused")) as answer:
             with pytest.raises(Unavailable):
                 await answer.rest()

@@ -10,11 +10,11 @@ import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
-from router.fleet import health
+from router.fleet.member import PlacedLoad
 from router.fleet.registry import FORGET_AFTER_S, Fleet
 from router.placement.values import MemberState
-from router.placer import Charge
-from tests.fakes import MODEL, Clock, worker_info
+from router.request.placer import Charge
+from tests.support.router_stack import MODEL, Clock, worker_info
 
 if TYPE_CHECKING:
     from pdserve.types import WorkerInfo
@@ -25,14 +25,13 @@ DECODE, PREFILL = Role.DECODE, Role.PREFILL
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(health, "MAX_TICK_S", inf)
+def clock() -> Clock:
     return Clock()
 
 
 @pytest.fixture
 def fleet(clock: Clock) -> Fleet:
-    return Fleet(router_id="r", lease_s=5.0, clock=clock)
+    return Fleet(lease_s=5.0, clock=clock, max_tick_s=inf)
 
 
 def states(fleet: Fleet) -> dict[str, str]:
@@ -43,16 +42,16 @@ def add(fleet: Fleet, *infos: WorkerInfo) -> list[Member]:
     """Register workers that are connected."""
     for info in infos:
         fleet.register(info)
-        fleet.attached(fleet.members[info.worker_id])
+        fleet.members[info.worker_id].attached = True
     return [fleet.members[info.worker_id] for info in infos]
 
 
 def test_a_worker_is_ready_while_it_is_connected(fleet: Fleet) -> None:
     fleet.register(worker_info("d", DECODE))
     assert states(fleet) == {"d": "connecting"}
-    fleet.attached(fleet.members["d"])
+    fleet.members["d"].attached = True
     assert states(fleet) == {"d": "ready"}
-    fleet.detached(fleet.members["d"])
+    fleet.members["d"].attached = False
     assert states(fleet) == {"d": "connecting"}
 
 
@@ -71,7 +70,7 @@ def test_a_new_instance_id_replaces_the_old_one(fleet: Fleet) -> None:
     fleet.register(worker_info("d", DECODE, instance_id="e2"))
     assert fleet.members["d"] is not first
     assert (first.state, first.gone) == (MemberState.LOST, "it registered again")
-    fleet.attached(first)
+    first.attached = True
     assert first.state is MemberState.LOST, "a late event must not revive it"
 
 
@@ -113,11 +112,38 @@ def test_only_the_registered_start_of_a_worker_renews(
 ) -> None:
     fleet.register(worker_info("d", DECODE))
     clock.now = 4.0
-    assert fleet.renew(worker_id, instance_id, load=LOAD, draining=False) is known
+    renewed = fleet.renew(worker_id, instance_id, load=LOAD, draining=False)
+    assert renewed is (fleet.members["d"] if known else None)
     clock.now = 6.0
     fleet.expire()
     assert fleet.members["d"].lost is not known
-    assert fleet.members["d"].load == (LOAD if known else None)
+    assert fleet.members["d"].reported.load == (LOAD if known else None)
+
+
+def test_a_worker_that_keeps_dying_is_shown_while_it_is_reported(
+    fleet: Fleet, clock: Clock
+) -> None:
+    """This includes unknown and forgotten workers, but not one that has returned."""
+    info = worker_info("d", DECODE)
+    add(fleet, info)
+
+    def report() -> dict[str, tuple[str, str]]:
+        for name in ("d", "new"):
+            fleet.report_crash_loop(name, DECODE, MODEL.name, "signal 9")
+        return {name: (x.state.value, x.reported.unhealthy) for name, x in fleet.shown().items()}
+
+    crash_looping = ("crash-looping", "signal 9")
+    assert report() == {"d": ("ready", ""), "new": crash_looping}
+    fleet.members["d"].attached = False
+    for clock.now in (1.0, 6.0, 7.0 + FORGET_AFTER_S):
+        fleet.expire()
+        assert report() == {"d": crash_looping, "new": crash_looping}
+    assert not fleet.members
+    add(fleet, info)
+    assert fleet.shown()["d"].state is MemberState.READY
+    clock.now += 5.0
+    fleet.expire()
+    assert set(fleet.shown()) == {"d"}
 
 
 def test_a_lost_worker_cannot_renew_but_can_register(fleet: Fleet, clock: Clock) -> None:
@@ -131,10 +157,10 @@ def test_a_lost_worker_cannot_renew_but_can_register(fleet: Fleet, clock: Clock)
 
 def test_a_renewal_without_load_keeps_the_last_one(fleet: Fleet) -> None:
     (member,) = add(fleet, worker_info("d", DECODE))
-    assert member.load is None, "an unknown load is not zeros"
+    assert member.reported.load is None, "an unknown load is not zeros"
     fleet.renew("d", "e1", load=LOAD, draining=False)
     fleet.renew("d", "e1", load=None, draining=False)
-    assert member.load == LOAD
+    assert member.reported.load == LOAD
 
 
 def test_a_draining_worker_is_not_ready_and_can_come_back(fleet: Fleet) -> None:
@@ -150,7 +176,14 @@ def test_only_the_registered_start_of_a_worker_leaves(fleet: Fleet) -> None:
     fleet.deregister("d", "e0")
     assert not member.lost
     fleet.deregister("d", "e1")
-    assert member.gone == "it left"
+    assert (member.gone, member.lost) == ("it left", True)
+    assert states(fleet) == {"d": "left"}, "a rollout loses no worker"
+
+
+def test_a_worker_that_leaves_because_it_failed_is_lost_with_its_reason(fleet: Fleet) -> None:
+    (member,) = add(fleet, worker_info("d", DECODE))
+    fleet.deregister("d", "e1", failure="the engine died: x")
+    assert (member.gone, states(fleet)) == ("the engine died: x", {"d": "lost"})
 
 
 @pytest.mark.parametrize(
@@ -178,7 +211,7 @@ def test_only_the_registered_start_of_a_worker_leaves(fleet: Fleet) -> None:
         ),
     ],
 )
-def test_a_worker_that_cannot_serve_beside_the_others_is_refused(
+def test_a_worker_incompatible_with_the_others_is_refused(
     fleet: Fleet, info: WorkerInfo, field: str, reason: str
 ) -> None:
     add(fleet, worker_info("p", PREFILL))
@@ -218,15 +251,13 @@ def test_views_of_a_model_follow_its_members(fleet: Fleet, clock: Clock) -> None
 def test_a_charge_is_taken_in_blocks_and_given_back_once(fleet: Fleet) -> None:
     (member,) = add(fleet, worker_info("a", Role.AGGREGATED))
     charge = Charge(member, prompt_tokens=20, kv_tokens=33)
-    assert (member.outstanding_requests, member.outstanding_tokens) == (1, 20)
-    assert (member.reserved_blocks, member.reserved_tokens) == (3, 48)
+    assert member.placed == PlacedLoad(1, 20, reserved_blocks=3)
     charge.prefilled()
     charge.prefilled()
-    assert (member.outstanding_requests, member.outstanding_tokens) == (1, 0)
+    assert member.placed == PlacedLoad(1, 0, reserved_blocks=3)
     charge.release()
     charge.release()
-    assert (member.outstanding_requests, member.outstanding_tokens) == (0, 0)
-    assert member.reserved_blocks == 0
+    assert member.placed == PlacedLoad()
 
 
 def seen(fleet: Fleet) -> dict[str, str]:
@@ -241,7 +272,7 @@ def test_suspended_workers_are_used_if_none_is_ready(fleet: Fleet) -> None:
     b.breaker.trip(0.0, "it hangs")
     assert seen(fleet) == {"a": "ready", "b": "ready"}
     assert states(fleet) == {"a": "suspended", "b": "suspended"}
-    fleet.detached(a)
+    a.attached = False
     assert seen(fleet) == {"a": "suspended", "b": "ready"}
-    fleet.probed(b)
+    b.breaker.close()
     assert states(fleet) == {"a": "suspended", "b": "ready"}

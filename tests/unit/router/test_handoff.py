@@ -1,32 +1,37 @@
-"""The order of the streams of one attempt: sequences of events, and what is done about each."""
+"""The order of the streams of one attempt: events, and the actions that follow from each."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import WorkerFailed
-from pdserve.types import ErrorInfo, FinishReason, HandoffStyle, Role, StreamDelta
-from router.handoff import Exported, Failed, Finished, Handoff, Phase, StreamState, SubmitDecode
+from pdserve.types import ErrorInfo, FinishReason, HandoffStyle, StreamDelta
+from router.request.handoff import (
+    Exported,
+    Failed,
+    Finished,
+    Handoff,
+    Side,
+    SubmitDecode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.handoff import Action
+    from router.request.handoff import Action
+
+    Short = tuple[object, ...]
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 class Driver:
-    """A handoff that is told events, and says what it does about them, in words.
-
-    Its streams are "p" and "d", or "a" alone. An event is a stream with tokens and perhaps a finish
-    reason ("d 2 3 stop"), with the code of an error, with "exported" and a count, or "lost"; or it
-    is "export", or "timeout".
-    """
+    """A handoff with the streams "p" and "d", or "a" alone. Events are calls, which return the
+    actions of the handoff in short form."""
 
     def __init__(
         self,
@@ -34,204 +39,248 @@ class Driver:
         *,
         style: HandoffStyle = HandoffStyle.CONCURRENT,
         max_tokens: int = 8,
-        tokens: list[int] | None = None,
-        exported_by: str = "",
+        tokens: int = 0,
+        has_moved: bool = False,
     ) -> None:
-        phases = {"p": Phase.PREFILL, "d": Phase.DECODE, "a": Phase.AGGREGATED}
-        self.streams = {x: StreamState(phases[x], x, Role.DECODE) for x in names}
-        self.producer = None
-        if exported_by:
-            self.producer = StreamState(Phase.DECODE, exported_by, Role.DECODE, False, None, True)
+        self.sides = {x: Side.PREFILL if x == "p" else Side.DECODE for x in names}
         self.handoff = Handoff(
             max_tokens,
-            tokens if tokens is not None else [],
-            self.streams[names[-1]],
-            self.streams.get("p"),
-            self.producer,
+            tokens,
+            names[-1],
+            "p" if "p" in names else None,
             style,
+            Side.PREVIOUS if has_moved else None,
         )
 
-    def tell(self, event: str) -> str:
-        name, *words = event.split()
-        if name == "export":
-            stream = self.handoff.exportable(words[0])
-            if stream is not None:
-                self.handoff.export(stream)
-            return "" if stream is None else "asked"
-        if name == "timeout":
-            return _said(self.handoff.on_export_timeout())
-        if words == ["lost"]:
-            return _said(self.handoff.on_lost(self.streams[name], WorkerFailed("gone")))
-        return _said(self.handoff.on_delta(self.streams[name], _delta(words)))
+    def delta(self, name: str, *token_ids: int, **fields: Any) -> list[Short]:
+        """Receive a delta with these fields of StreamDelta."""
+        delta = StreamDelta(1, token_ids, **fields)
+        return _short(self.handoff.on_delta(self.sides[name], delta))
+
+    def error(self, name: str, code: str) -> list[Short]:
+        error = ErrorInfo(code, code)
+        return self.delta(name, finish_reason=FinishReason.ERROR, error=error)
+
+    def lost(self, name: str) -> list[Short]:
+        return _short(self.handoff.on_lost(self.sides[name], WorkerFailed("gone")))
+
+    def export(self, name: str) -> bool:
+        """Export the stream on a worker. Return False if it cannot be exported."""
+        if can_export := self.handoff.can_export(name):
+            self.handoff.export()
+        return can_export
+
+    def exported(self, name: str, tokens: int) -> list[Short]:
+        return self.delta(name, finish_reason=FinishReason.ABORT, exported_tokens=tokens)
+
+    def export_timeout(self) -> list[Short]:
+        return _short(self.handoff.on_export_timeout())
 
 
-def _delta(words: list[str]) -> StreamDelta:
-    delta = StreamDelta(1, tuple(int(x) for x in words if x.isdecimal()))
-    for word in words:
-        if word in (STOP, LENGTH, FinishReason.ABORT):
-            delta.finish_reason = FinishReason(word)
-        elif word == "kv":
-            delta.kv_handle = b"kv"
-        elif word == "exported":
-            (count,), delta.token_ids = delta.token_ids, ()
-            delta.finish_reason, delta.exported_tokens = FinishReason.ABORT, count
-        elif not word.isdecimal():
-            delta.finish_reason, delta.error = FinishReason.ERROR, ErrorInfo(word, word)
-    return delta
+def _short(actions: Sequence[Action]) -> list[Short]:
+    found: list[Short] = []
+    for action in actions:
+        match action:
+            case StreamDelta():
+                found.append(("deliver", *action.token_ids))
+            case Finished(delta, reason):
+                found.append(("finished", *delta.token_ids, reason))
+            case Failed(side, error, was_moving):
+                what = "failed to move" if was_moving else "failed"
+                found.append((what, side, error.code))
+            case SubmitDecode():
+                found.append(("submit decode",))
+            case Exported():
+                found.append(("exported",))
+    return found
 
 
-def _said(actions: Sequence[Action]) -> str:
-    return ", ".join(map(_name, actions))
+@pytest.fixture
+def pair() -> Driver:
+    return Driver()
 
 
-def _name(action: Action) -> str:
-    match action:
-        case StreamDelta():
-            return " ".join(["deliver", *map(str, action.token_ids)])
-        case Finished(delta, reason):
-            return " ".join(["finished", *map(str, delta.token_ids), reason])
-        case Failed(stream, error, was_moving):
-            return f"{stream.worker_id} failed{' to move' if was_moving else ''}: {error.code}"
-        case SubmitDecode():
-            return "submit decode"
-        case Exported(stream):
-            return f"exported {stream.worker_id}"
+@pytest.fixture
+def decoding() -> Driver:
+    """Return a pair whose prefill sent token 1 and whose decode sent token 2."""
+    pair = Driver()
+    assert pair.delta("p", 1, finish_reason=LENGTH) == [("deliver", 1)]
+    assert pair.delta("d", 2) == [("deliver", 2)]
+    return pair
 
 
-SEQUENTIAL = HandoffStyle.SEQUENTIAL
-STARTED = ("p 1 length -> deliver 1", "d 2 -> deliver 2")
+class TestConcurrentHandoff:
+    def test_decode_continues_after_the_first_token_of_prefill(self, decoding: Driver) -> None:
+        assert decoding.delta("d", 3, 4) == [("deliver", 3, 4)]
+        assert decoding.delta("d", 5, finish_reason=STOP) == [("finished", 5, STOP)]
+
+    def test_early_tokens_of_decode_wait_for_the_first_token(self, pair: Driver) -> None:
+        assert pair.delta("d", 2) == []
+        assert pair.delta("d", 3, finish_reason=LENGTH) == []
+        expected = [("deliver", 1), ("deliver", 2), ("finished", 3, LENGTH)]
+        assert pair.delta("p", 1, finish_reason=LENGTH) == expected
+
+    def test_an_answer_that_ends_with_the_first_token_ignores_decode(self, pair: Driver) -> None:
+        assert pair.error("d", "transfer_failed") == []
+        assert pair.delta("p", 1, finish_reason=STOP) == [("finished", 1, STOP)]
+        assert pair.delta("d", 2) == []
+
+    def test_a_failed_transfer_ends_the_attempt_after_the_first_token(self) -> None:
+        failed = ("failed", Side.DECODE, "transfer_failed")
+        early, late = Driver(), Driver()
+        assert early.error("d", "transfer_failed") == []
+        assert early.delta("p", 1, finish_reason=LENGTH) == [("deliver", 1), failed]
+        assert late.delta("p", 1, finish_reason=LENGTH) == [("deliver", 1)]
+        assert late.error("d", "transfer_failed") == [failed]
+
+    def test_a_failed_prefill_ends_the_attempt_without_early_tokens(self) -> None:
+        for fail in (
+            lambda pair: pair.lost("p"),
+            lambda pair: pair.error("p", "worker_failed"),
+            lambda pair: pair.delta("p", finish_reason=FinishReason.ABORT),
+        ):
+            pair = Driver()
+            assert pair.delta("d", 2) == []
+            assert fail(pair) == [("failed", Side.PREFILL, "worker_failed")]
+
+    def test_a_prefill_worker_lost_after_the_first_token_changes_nothing(
+        self, pair: Driver
+    ) -> None:
+        assert pair.delta("p", 1) == [("deliver", 1)]
+        assert pair.lost("p") == []
+        assert pair.delta("d", 2, finish_reason=STOP) == [("finished", 2, STOP)]
+
+    def test_a_prefill_without_a_token_is_an_internal_error(self, pair: Driver) -> None:
+        assert pair.delta("p", finish_reason=LENGTH) == [("failed", Side.PREFILL, "internal_error")]
+
+    @pytest.mark.parametrize(("name", "code"), [("d", "invalid_value"), ("p", "deadline_exceeded")])
+    def test_an_error_that_cannot_be_retried_ends_the_attempt_at_once(
+        self, pair: Driver, name: str, code: str
+    ) -> None:
+        assert pair.error(name, code) == [("failed", pair.sides[name], code)]
+
+    def test_a_worker_lost_after_the_last_token_costs_nothing(self, decoding: Driver) -> None:
+        assert decoding.delta("d", *range(3, 9)) == [("deliver", *range(3, 9))]
+        assert decoding.lost("d") == [("finished", LENGTH)]
 
 
-@pytest.mark.parametrize(
-    "story",
-    [
-        # Prefill samples the first token, and decode continues.
-        [*STARTED, "d 3 4 -> deliver 3 4", "d 5 stop -> finished 5 stop"],
-        # What decode sends early waits for the first token.
-        ["d 2", "d 3 length", "p 1 length -> deliver 1, deliver 2, finished 3 length"],
-        # An answer can end with the first token, and what decode sends then is stale.
-        ["d transfer_failed", "p 1 stop -> finished 1 stop", "d 2"],
-        # A failed transfer ends the attempt after the first token.
-        ["d transfer_failed", "p 1 length -> deliver 1, d failed: transfer_failed"],
-        ["p 1 length -> deliver 1", "d transfer_failed -> d failed: transfer_failed"],
-        # Prefill that fails ends the attempt, and early tokens are not delivered.
-        ["d 2", "p lost -> p failed: worker_failed"],
-        ["d 2", "p worker_failed -> p failed: worker_failed"],
-        ["d 2", "p abort -> p failed: worker_failed"],
-        # Prefill that is lost after the first token changes nothing.
-        ["p 1 -> deliver 1", "p lost", "d 2 stop -> finished 2 stop"],
-        # Prefill without a token is a bug.
-        ["p length -> p failed: internal_error"],
-        # Errors that are not retryable end the attempt at once.
-        ["d invalid_value -> d failed: invalid_value"],
-        ["p deadline_exceeded -> p failed: deadline_exceeded"],
-        # A stream is exported once, and after its last tokens.
-        [
-            *(*STARTED, "export d -> asked", "export d", "d 3 -> deliver 3"),
-            "d exported 3 -> exported d",
-        ],
-        # Tokens that are missing fail the move.
-        [*STARTED, "export d -> asked", "d exported 3 -> d failed to move: unavailable"],
-        # So does a worker that does not export in time.
-        [*STARTED, "export d -> asked", "timeout -> d failed to move: unavailable", "timeout"],
-        # An end that comes first is an end.
-        [*STARTED, "export d -> asked", "d 3 stop -> finished 3 stop"],
-        [*STARTED, "export d -> asked", "d lost -> d failed: worker_failed"],
-        # Only a settled stream with tokens left is exported.
-        ["export d", "p 1 length -> deliver 1", "export d", "d 2 -> deliver 2", "export p"],
-        [*STARTED, "d 3 4 5 6 7 -> deliver 3 4 5 6 7", "export d"],
-        # A worker that is lost after the last token costs nothing.
-        [*STARTED, "d 3 4 5 6 7 8 -> deliver 3 4 5 6 7 8", "d lost -> finished length"],
-    ],
-    ids="; ".join,
-)
-def test_a_pair_with_an_immediate_handoff(story: list[str]) -> None:
-    follow(Driver(), story)
+class TestExport:
+    def test_a_stream_is_exported_once_and_after_its_last_tokens(self, decoding: Driver) -> None:
+        assert decoding.export("d")
+        assert not decoding.export("d")
+        assert decoding.delta("d", 3) == [("deliver", 3)]
+        assert decoding.exported("d", tokens=3) == [("exported",)]
+
+    def test_missing_tokens_fail_the_move(self, decoding: Driver) -> None:
+        assert decoding.export("d")
+        assert decoding.exported("d", tokens=3) == [("failed to move", Side.DECODE, "unavailable")]
+
+    def test_a_worker_that_does_not_export_in_time_fails_the_move(self, decoding: Driver) -> None:
+        assert decoding.export("d")
+        assert decoding.export_timeout() == [("failed to move", Side.DECODE, "unavailable")]
+        assert decoding.export_timeout() == []
+
+    def test_an_end_that_comes_before_the_export_ends_the_answer(self, decoding: Driver) -> None:
+        assert decoding.export("d")
+        assert decoding.delta("d", 3, finish_reason=STOP) == [("finished", 3, STOP)]
+
+    def test_a_worker_lost_during_the_export_fails_the_attempt(self, decoding: Driver) -> None:
+        assert decoding.export("d")
+        assert decoding.lost("d") == [("failed", Side.DECODE, "worker_failed")]
+
+    def test_only_a_decoding_stream_with_tokens_left_is_exported(
+        self, pair: Driver, decoding: Driver
+    ) -> None:
+        assert not pair.export("d")
+        pair.delta("p", 1, finish_reason=LENGTH)
+        assert not pair.export("d")
+        assert not decoding.export("p")
+        decoding.delta("d", 3, 4, 5, 6, 7)
+        assert not decoding.export("d")
 
 
-@pytest.mark.parametrize(
-    "story",
-    [
-        ["p 1 length kv -> deliver 1, submit decode", "d 2 -> deliver 2"],
-        ["p 1 stop -> finished 1 stop"],
-        # Prefill that kept no KV is a failed transfer.
-        ["p 1 length -> deliver 1, d failed: transfer_failed"],
-        # Decode cannot begin without the end of prefill.
-        ["p 1 -> deliver 1", "p lost -> p failed: worker_failed"],
-    ],
-    ids="; ".join,
-)
-def test_a_pair_with_a_sequential_handoff(story: list[str]) -> None:
-    follow(Driver(style=SEQUENTIAL), story)
+class TestSequentialHandoff:
+    @pytest.fixture
+    def pair(self) -> Driver:
+        return Driver(style=HandoffStyle.SEQUENTIAL)
+
+    def test_decode_is_submitted_when_prefill_has_ended(self, pair: Driver) -> None:
+        found = pair.delta("p", 1, finish_reason=LENGTH, kv_handle=b"kv")
+        assert found == [("deliver", 1), ("submit decode",)]
+        assert pair.delta("d", 2) == [("deliver", 2)]
+
+    def test_an_answer_can_end_with_the_first_token(self, pair: Driver) -> None:
+        assert pair.delta("p", 1, finish_reason=STOP) == [("finished", 1, STOP)]
+
+    def test_a_prefill_that_kept_no_kv_is_a_failed_transfer(self, pair: Driver) -> None:
+        failed = ("failed", Side.DECODE, "transfer_failed")
+        assert pair.delta("p", 1, finish_reason=LENGTH) == [("deliver", 1), failed]
+
+    def test_a_prefill_worker_lost_before_its_end_fails_the_attempt(self, pair: Driver) -> None:
+        assert pair.delta("p", 1) == [("deliver", 1)]
+        assert pair.lost("p") == [("failed", Side.PREFILL, "worker_failed")]
 
 
-def test_one_worker_does_both_phases() -> None:
-    follow(Driver("a", tokens=[1]), ["a 2 -> deliver 2", "a lost -> a failed: worker_failed"])
-
-
-def follow(driver: Driver, story: list[str]) -> None:
-    """Tell the events of a story, each with what follows after an arrow."""
-    for line in story:
-        event, _, expected = line.partition(" -> ")
-        assert driver.tell(event) == expected, line
+def test_one_worker_computes_both_phases() -> None:
+    one = Driver("a", tokens=1)
+    assert one.delta("a", 2) == [("deliver", 2)]
+    assert one.lost("a") == [("failed", Side.DECODE, "worker_failed")]
 
 
 def test_a_token_is_accepted_only_if_it_changes_no_state() -> None:
     pair = Driver()
-    handoff, prefill, decode = pair.handoff, pair.streams["p"], pair.streams["d"]
-    assert not handoff.accepts(decode, 2), "it waits for the first token"
-    pair.tell("p 1 length")
-    assert not handoff.accepts(decode, 2), "it proves that decode has the KV"
-    assert prefill.holds_kv
-    pair.tell("d 2")
-    assert not prefill.holds_kv
-    assert handoff.accepts(decode, 3)
-    assert not handoff.accepts(prefill, 4), "it has ended"
-    pair.tell("d stop")
-    assert not handoff.accepts(decode, 4)
-    assert handoff.tokens == [1, 2, 3]
+    handoff = pair.handoff
+    assert not handoff.accepts(Side.DECODE), "it waits for the first token"
+    pair.delta("p", 1, finish_reason=LENGTH)
+    assert not handoff.accepts(Side.DECODE), "it proves that decode has the KV"
+    assert handoff.kv_held_by is Side.PREFILL
+    pair.delta("d", 2)
+    assert handoff.kv_held_by is None
+    assert handoff.accepts(Side.DECODE)
+    assert not handoff.accepts(Side.PREFILL), "it has ended"
+    pair.delta("d", finish_reason=STOP)
+    assert not handoff.accepts(Side.DECODE)
+    assert handoff.tokens == 3
 
 
-def test_the_next_attempt_frees_the_kv_when_decode_speaks() -> None:
-    driver = Driver("d", tokens=[1, 2, 3], exported_by="old")
-    assert driver.tell("export d") == ""
+def test_the_next_attempt_frees_the_kv_at_the_first_delta_of_decode() -> None:
+    driver = Driver("d", tokens=3, has_moved=True)
+    assert not driver.export("d")
     assert not driver.handoff.uses("d"), "its KV is on the way"
-    assert driver.tell("d 4") == "deliver 4"
-    assert driver.producer is not None
-    assert not driver.producer.holds_kv
+    assert driver.delta("d", 4) == [("deliver", 4)]
+    assert driver.handoff.kv_held_by is None
     assert driver.handoff.uses("d")
 
 
-def test_an_attempt_leaves_only_a_worker_that_it_uses() -> None:
+def test_an_attempt_uses_a_worker_while_it_computes_or_holds_kv() -> None:
     pair = Driver()
     assert pair.handoff.uses("p")
     assert not pair.handoff.uses("p9")
-    pair.tell("p 1 length")
+    pair.delta("p", 1, finish_reason=LENGTH)
     assert pair.handoff.uses("p"), "it holds the KV"
-    pair.tell("d 2")
+    pair.delta("d", 2)
     assert not pair.handoff.uses("p")
-    pair.tell("d 3 4 5 6 7")
+    pair.delta("d", 3, 4, 5, 6, 7)
     assert not pair.handoff.uses("d"), "one token is missing"
 
 
 class World:
-    """Attempts one after the other, on workers that count: each sends the next number."""
+    """Consecutive attempts on workers whose tokens are consecutive numbers."""
 
     def __init__(self, style: HandoffStyle) -> None:
         self.style = style
-        self.all: list[int] = []
         self.delivered: list[int] = []
         self.end: Finished | Failed | Exported | None = None
         self.attempts = 0
         self.open("pd")
 
-    def open(self, names: str, exported_by: str = "") -> None:
+    def open(self, names: str, has_moved: bool = False) -> None:
         self.attempts += 1
         self.end = None
         self.driver = Driver(
-            names, style=self.style, max_tokens=100, tokens=self.all, exported_by=exported_by
+            names, style=self.style, max_tokens=100, tokens=len(self.delivered), has_moved=has_moved
         )
-        self.next = {x: len(self.all) + 1 for x in names}
+        self.next = {x: len(self.delivered) + 1 for x in names}
         if "p" in names:
             self.next["d"] += 1
             if self.style is HandoffStyle.SEQUENTIAL:
@@ -240,34 +289,37 @@ class World:
     def event(self, name: str, what: str) -> None:
         if self.end is not None or name not in self.next:
             return
-        handoff, stream = self.driver.handoff, self.driver.streams[name]
+        handoff, side = self.driver.handoff, self.driver.sides[name]
         if what == "export":
-            self.driver.tell(f"export {name}")
+            self.driver.export(name)
             return
         if what == "timeout":
             self.perform(handoff.on_export_timeout())
             return
-        if what == "token" and handoff.accepts(stream, self.next[name]):
+        if what == "token" and handoff.accepts(side):
             self.delivered.append(self.next[name])
             self.next[name] += 1
             return
         if what == "lost":
-            actions = handoff.on_lost(stream, WorkerFailed("gone"))
+            actions = handoff.on_lost(side, WorkerFailed("gone"))
         else:
-            actions = handoff.on_delta(stream, self.delta(name, what))
+            actions = handoff.on_delta(side, self.delta(name, what))
         if what not in ("token", "nothing") or name == "p":
             self.next.pop(name, None)
         self.perform(actions)
 
     def delta(self, name: str, what: str) -> StreamDelta:
         if what == "exported":
-            return _delta(["exported", str(self.next[name] - 1)])
-        if what not in ("token", "length", "stop"):
-            return _delta([] if what == "nothing" else [what])
+            tokens = self.next[name] - 1
+            return StreamDelta(1, finish_reason=FinishReason.ABORT, exported_tokens=tokens)
+        if what == "nothing":
+            return StreamDelta(1)
+        if what not in ("token", LENGTH, STOP):
+            return StreamDelta(1, finish_reason=FinishReason.ERROR, error=ErrorInfo(what, what))
         self.next[name] += 1
-        handle = ["kv"] if name == "p" and what == "length" else []
-        finish = [] if what == "token" else [what]
-        return _delta([str(self.next[name] - 1), *finish, *handle])
+        finish = None if what == "token" else FinishReason(what)
+        handle = b"kv" if name == "p" and what == LENGTH else b""
+        return StreamDelta(1, (self.next[name] - 1,), finish_reason=finish, kv_handle=handle)
 
     def perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -276,14 +328,14 @@ class World:
                 case StreamDelta():
                     self.delivered += action.token_ids
                 case SubmitDecode():
-                    self.next["d"] = len(self.all) + 1
+                    self.next["d"] = len(self.delivered) + 1
                 case Finished(delta):
                     self.delivered += delta.token_ids
                     self.end = action
                 case Failed() | Exported():
                     self.end = action
         if isinstance(self.end, Exported):
-            self.open("d", exported_by="old")
+            self.open("d", has_moved=True)
         elif isinstance(self.end, Failed) and self.end.error.code != "invalid_value":
             self.open("pd" if self.attempts % 2 else "a")
 
@@ -310,6 +362,7 @@ def test_no_token_is_repeated_or_lost_whatever_happens(
     world = World(style)
     for name, what in events:
         world.event(name, what)
-    assert world.delivered == list(range(1, len(world.delivered) + 1)) == world.all
-    streams = world.driver.streams.values()
-    assert world.end is not None or any(x.open for x in streams), "nobody can end the answer"
+    assert world.delivered == list(range(1, len(world.delivered) + 1))
+    handoff = world.driver.handoff
+    assert handoff.tokens == len(world.delivered)
+    assert world.end is not None or any(map(handoff.is_open, Side)), "nobody can end the answer"

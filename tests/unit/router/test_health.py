@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.types import Role, WorkerLoad
+from router.fleet.checks import TICKS_PER_CHECK
 from router.fleet.health import (
     TICK_S,
     Breaker,
@@ -13,8 +14,8 @@ from router.fleet.health import (
     PausingClock,
     StallDetector,
 )
-from router.fleet.registry import TICKS_PER_CHECK, Fleet
-from tests.fakes import Clock, worker_info
+from router.fleet.registry import Fleet
+from tests.support.router_stack import Clock, worker_info
 
 CLOSED, OPEN, HALF_OPEN = BreakerState
 SECONDS = 60.0
@@ -90,6 +91,16 @@ class TestOutlierEjection:
         assert outliers.listed(2 * SECONDS)
         assert not outliers.listed(3600.0)
 
+    def test_pairs_that_are_not_ejected_are_forgotten(self) -> None:
+        """Pod names change with every rollout, so failures must be forgotten."""
+        outliers = OutlierEjection(SECONDS)
+        outliers.failed(PAIR, 0.0, "x")
+        outliers.succeeded(PAIR)
+        assert not outliers.breakers
+        for i in range(100):
+            outliers.failed((f"p{i}", "d1"), 600.0 * i, "x")
+        assert len(outliers.breakers) == 1
+
     def test_zero_seconds_disable_it(self) -> None:
         outliers = OutlierEjection(0.0)
         outliers.corrupted(PAIR, 0.0, "damaged")
@@ -101,7 +112,7 @@ def load(progress: int, *, has_work: bool = True, allowance_s: float = 0.0) -> W
 
 
 class Watched:
-    """A worker that is checked every half second."""
+    """Return a worker that is checked every half second."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -168,7 +179,7 @@ def busy_router(turn_s: float, seconds: float, *, is_dead: bool = False) -> tupl
     every half second and renews its lease. Both are read some iterations later. Return why the
     worker was given up, and when."""
     clock, stalls, why = Clock(), StallDetector(), ""
-    fleet = Fleet(router_id="r", lease_s=5.0, clock=clock)
+    fleet = Fleet(lease_s=5.0, clock=clock)
     fleet.register(worker_info("d", D))
     frames = ticks = 0
     frame_at, renewal_at, tick_at = 0.5 + 4 * turn_s, 1.7 + 8 * turn_s, TICK_S
@@ -183,7 +194,7 @@ def busy_router(turn_s: float, seconds: float, *, is_dead: bool = False) -> tupl
             fleet.lease_clock.tick()
             ticks, tick_at = ticks + 1, clock.now + TICK_S
             if ticks % TICKS_PER_CHECK == 0:
-                now, report = fleet.lease_now(), load(frames)
+                now, report = fleet.lease_clock.now(), load(frames)
                 why = stalls.check(now, frames=frames, streams=1, load=report, stall_s=2.0)
                 fleet.expire()
                 why = why or fleet.members["d"].gone

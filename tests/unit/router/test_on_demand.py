@@ -8,21 +8,24 @@ import pytest
 
 from pdserve.errors import Overloaded, Unavailable
 from pdserve.types import Adapter, Role
+from router.fleet.connections import Connections
+from router.fleet.on_demand import ASKED_LOAD, START_S, OnDemandModels
 from router.fleet.registry import Fleet
-from router.on_demand import ASKED_LOAD, START_S, OnDemandModels
-from tests.fakes import ScriptedWorker
-from tests.patience import WAIT_S
+from tests.support.router_stack import ScriptedWorker
+from tests.support.timeouts import WAIT_S
 
 MODEL = ScriptedWorker("a", Role.AGGREGATED).info.model.name
 
 
 def on_demand(fleet: Fleet, patience_s: float) -> OnDemandModels:
-    return OnDemandModels((MODEL,), fleet, patience_s=patience_s, max_waiting=1)
+    adapters = {"tuned": Adapter("tuned", "digest", "/path", MODEL)}
+    return OnDemandModels((MODEL,), fleet, adapters, patience_s=patience_s, max_waiting=1)
 
 
 async def test_a_request_waits_for_the_first_worker_and_the_model_stays_known() -> None:
     worker = ScriptedWorker("a", Role.AGGREGATED)
-    async with worker.serving(), Fleet(router_id="r", lease_s=WAIT_S) as fleet:
+    fleet = Fleet(lease_s=WAIT_S)
+    async with worker.serving(), Connections(fleet, router_id="r"):
         models = on_demand(fleet, WAIT_S)
         assert dict(models.loads()) == {MODEL: None}
         assert models.is_missing(MODEL)
@@ -45,7 +48,8 @@ async def test_a_request_waits_for_the_first_worker_and_the_model_stays_known() 
 
 async def test_the_load_of_a_model_is_unknown_until_it_was_served() -> None:
     worker = ScriptedWorker("a", Role.AGGREGATED)
-    async with worker.serving(), Fleet(router_id="r", lease_s=WAIT_S) as fleet:
+    fleet = Fleet(lease_s=WAIT_S)
+    async with worker.serving(), Connections(fleet, router_id="r"):
         models = on_demand(fleet, WAIT_S)
         fleet.register(worker.info)
         assert dict(models.loads()) == {MODEL: None}
@@ -57,18 +61,16 @@ async def test_the_load_of_a_model_is_unknown_until_it_was_served() -> None:
 
 
 async def test_a_request_for_an_adapter_asks_for_its_model() -> None:
-    async with Fleet(router_id="r", lease_s=WAIT_S) as fleet:
-        fleet.adapters["tuned"] = Adapter("tuned", "digest", "/path", MODEL)
-        models = on_demand(fleet, 0.0)
-        with pytest.raises(Unavailable, match=f"model {MODEL} had no worker"):
-            await models.wait_for("tuned", WAIT_S)
-        assert dict(models.loads()) == {MODEL: ASKED_LOAD}
+    models = on_demand(Fleet(), 0.0)
+    with pytest.raises(Unavailable, match=f"model {MODEL} had no worker"):
+        await models.wait_for("tuned", WAIT_S)
+    assert dict(models.loads()) == {MODEL: ASKED_LOAD}
 
 
-async def test_nobody_waits_longer_than_its_patience_and_deadline() -> None:
-    async with Fleet(router_id="r", lease_s=WAIT_S) as fleet:
-        for patience_s, timeout_s in ((0.0, WAIT_S), (WAIT_S, 0.0)):
-            with pytest.raises(Unavailable, match="had no worker") as refused:
-                await on_demand(fleet, patience_s).wait_for(MODEL, timeout_s)
-            assert refused.value.retry_after_s == START_S
-        await on_demand(fleet, WAIT_S).wait_for("another", WAIT_S)
+async def test_no_request_waits_longer_than_its_limit_and_deadline() -> None:
+    fleet = Fleet()
+    for patience_s, timeout_s in ((0.0, WAIT_S), (WAIT_S, 0.0)):
+        with pytest.raises(Unavailable, match="had no worker") as refused:
+            await on_demand(fleet, patience_s).wait_for(MODEL, timeout_s)
+        assert refused.value.retry_after_s == START_S
+    await on_demand(fleet, WAIT_S).wait_for("another", WAIT_S)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.config import SloConfig
-from pdserve.errors import Cancelled, ParserFailed, TransferFailed
+from pdserve.errors import AnswerNotParsed, Cancelled, ParserFailed, TransferFailed
 from pdserve.types import (
     FinishReason,
     GenerateRequest,
@@ -20,21 +19,21 @@ from pdserve.types import (
     SamplingParams,
     Usage,
 )
-from router import parser_process
-from router.answer import AnswerDelta, ParsedDelta
 from router.metrics import RouterMetrics
-from router.parser_process import ParserProcess
-from router.parsing import AnswerParser
-from tests.fakes import ScriptedWorker, running_stack
-from tests.patience import WAIT_S
-from tests.unit.router.asking import request
+from router.request.answer import AnswerDelta, ParsedDelta
+from router.request.parser_process import ParserProcess
+from router.request.parsing import AnswerParser
+from tests.support.commands import ROOT
+from tests.support.router_stack import ScriptedWorker, request, running_stack
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
-    from router.answer import Out
+    from router.request.answer import Out
 
-SCRIPT = Path(__file__).with_name("scripted_parser.py")
+SCRIPT = ROOT / "tests/support/scripted_parser.py"
 
 
 class Generator:
@@ -78,11 +77,12 @@ class Client:
 
 
 class Service:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **limits: float) -> None:
         self.metrics = RouterMetrics(SloConfig())
-        self.process = ParserProcess(self.metrics, (sys.executable, str(SCRIPT), str(directory)))
+        command = (sys.executable, str(SCRIPT), str(directory))
+        self.process = ParserProcess(self.metrics, command, **limits)
         self.generator = Generator()
-        self.parser = AnswerParser(self.process, self.metrics)
+        self.parser = AnswerParser(self.process)
 
     async def ask(self, text: str, client: Client | None = None, **values: Any) -> Client:
         parsing = Parsing("", {}, values.pop("parser", "fits"), "r", "{}", "{}")
@@ -94,7 +94,9 @@ class Service:
         return client
 
     def counted(self, name: str) -> float:
-        line = next(x for x in self.metrics.render()[0].decode().splitlines() if x.startswith(name))
+        lines = self.metrics.render()[0].decode().splitlines()
+        # A counter without events has no line.
+        line = next((x for x in lines if x.startswith(name)), "0")
         return float(line.rpartition(" ")[2])
 
 
@@ -105,8 +107,8 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[Service]:
-    service = Service(directory)
+async def running(directory: Path, **limits: float) -> AsyncIterator[Service]:
+    service = Service(directory, **limits)
     try:
         yield service
     finally:
@@ -121,7 +123,7 @@ async def test_each_answer_is_parsed_apart_and_counted_once(service: Service) ->
     assert usage.reasoning_tokens == 4
 
 
-async def test_a_process_that_dies_is_replaced_and_says_nothing_twice(service: Service) -> None:
+async def test_a_dead_process_is_replaced_and_repeats_no_text(service: Service) -> None:
     other = Client()
     beside, client = await asyncio.gather(
         service.ask("this goes on", other), service.ask("one two dies-once three")
@@ -131,17 +133,24 @@ async def test_a_process_that_dies_is_replaced_and_says_nothing_twice(service: S
     assert service.counted("pdserve_parser_restarts_total") == 1
 
 
-async def test_a_process_that_hangs_is_replaced(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+async def test_an_answer_on_which_the_process_hangs_fails_at_once_and_no_other(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(parser_process, "HANG_S", 0.2)
-    assert (await service.ask("one hangs-once two")).text() == "ONE HANGS-ONCE TWO"
+    async with running(tmp_path, delta_s=0.2) as service:
+
+        async def fails() -> None:
+            with pytest.raises(AnswerNotParsed, match="hung on this answer"):
+                await service.ask("one hangs- two")
+
+        other, _ = await asyncio.gather(service.ask("this goes on"), fails())
+        assert other.text() == "THIS GOES ON"
+        assert service.counted("pdserve_parser_restarts_total") <= 1
 
 
 async def test_an_answer_that_ends_the_process_twice_fails_and_no_other(service: Service) -> None:
     async def fails() -> None:
         client = Client()
-        with pytest.raises(ParserFailed, match="died or hung twice"):
+        with pytest.raises(AnswerNotParsed, match="died twice"):
             await service.ask("one dies-always two", client)
         assert "dies-always" not in client.text().lower()
 
@@ -183,7 +192,7 @@ async def test_closing_waits_for_a_process_that_is_just_being_killed(service: Se
 
 
 async def test_a_parser_that_raises_ends_the_answer(service: Service) -> None:
-    with pytest.raises(ParserFailed, match="ValueError"):
+    with pytest.raises(AnswerNotParsed, match="ValueError"):
         await service.ask("one raises- two")
     assert (await service.ask("next")).text() == "NEXT"
 

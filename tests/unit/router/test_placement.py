@@ -12,7 +12,7 @@ from msgspec import structs
 
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
-from pdserve.types import Adapter, WorkerLoad
+from pdserve.types import Adapter, EngineLimits, WorkerLoad
 from router.placement.cost import MARGIN
 from router.placement.filters import check_servable, why_not
 from router.placement.policies import (
@@ -24,13 +24,13 @@ from router.placement.policies import (
     place_or_aggregate,
 )
 from router.placement.values import NO_CONTEXT, Demand, MemberState
-from router.placer import Charge
-from tests.unit.router.placing import (
+from router.request.placer import Charge
+from tests.support.placement import (
     DEMAND,
     FULL,
     HALF,
     IDLE,
-    Known,
+    FixedLookups,
     busy,
     decide,
     names,
@@ -137,7 +137,7 @@ def test_the_worker_to_avoid_is_taken_only_for_want_of_another() -> None:
         ),
     ],
 )
-def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
+def test_missing_packages_are_named(members: list[Member], message: str) -> None:
     with pytest.raises(Unavailable, match=message):
         place(members)
     with pytest.raises(Unavailable, match=message):
@@ -171,7 +171,7 @@ def test_without_a_pair_one_worker_does_both(
     check_servable(found, "demo", aggregated=True)
 
 
-def test_without_any_worker_that_is_ready_the_policy_says_what_is_missing() -> None:
+def test_without_a_ready_worker_the_policy_names_the_missing_role() -> None:
     found = seen([HOT, worker("d", draining=True)])
     message = "no prefill worker and no decode worker is ready for model demo"
     with pytest.raises(Unavailable, match=message):
@@ -245,7 +245,7 @@ def test_why_a_worker_was_not_scored() -> None:
 # Policies that take turns or draw.
 
 
-def test_round_robin_takes_turns_whatever_the_load() -> None:
+def test_round_robin_takes_turns_regardless_of_load() -> None:
     members = [worker(f"p{i}", busy(i)) for i in range(3)]
     members += [worker(f"d{i}", busy(4 * i)) for i in range(2)]
     found = [place(members, "round_robin", turn=turn) for turn in range(6)]
@@ -272,7 +272,7 @@ LARGE = [worker(f"{role}{i}", busy(i * 8 // 300)) for i in range(300) for role i
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_scored_does_not_grow_with_the_pool(policy: str) -> None:
+def test_the_number_of_scored_workers_does_not_grow_with_the_pool(policy: str) -> None:
     chosen = set()
     for turn in range(60):
         decision = decide(LARGE, policy, turn=turn)
@@ -288,8 +288,8 @@ def test_what_is_scored_does_not_grow_with_the_pool(policy: str) -> None:
     assert len(chosen) > 15, "one draw is not like another"
 
 
-def test_who_has_the_prompt_is_drawn_whoever_else_is() -> None:
-    known = Known({"p17": 96, **{f"p{i}": 16 for i in range(100, 200)}})
+def test_a_worker_with_the_cached_prompt_is_always_among_the_scored() -> None:
+    known = FixedLookups({"p17": 96, **{f"p{i}": 16 for i in range(100, 200)}})
     for turn in range(20):
         found = place(LARGE, "prefix_aware", turn=turn, known=known)
         assert found is not None
@@ -328,7 +328,7 @@ PAIRS = [worker("p1"), worker("p2"), worker("d")]
 def test_a_cached_prompt_draws_as_much_as_it_saves(
     members: list[Member], cached: dict[str, int], expected: Names
 ) -> None:
-    assert place(members, "prefix_aware", known=Known(cached)) == expected
+    assert place(members, "prefix_aware", known=FixedLookups(cached)) == expected
     if not cached:
         assert place(members, "prefix_aware") == expected
 
@@ -355,23 +355,23 @@ def test_a_cached_prompt_draws_as_much_as_it_saves(
 def test_aggregated_is_chosen_if_it_is_clearly_cheaper(
     remote: float | None, local: float | None, expected: str | None
 ) -> None:
-    known = Known(costs={("p0", "d0"): remote, (None, "d0"): local})
+    known = FixedLookups(costs={("p0", "d0"): remote, (None, "d0"): local})
     assert place([worker("p0"), worker("d0")], "slo_aware", known=known) == (expected, "d0")
 
 
 def test_prefill_goes_where_the_first_token_comes_soonest() -> None:
     members = [worker("p0"), worker("p1"), worker("d0")]
     costs = {("p0", "d0"): 3.0, ("p1", "d0"): 1.0, (None, "d0"): 2.0}
-    assert place(members, "slo_aware", known=Known(costs=costs)) == ("p1", "d0")
+    assert place(members, "slo_aware", known=FixedLookups(costs=costs)) == ("p1", "d0")
     # A prefill worker that nothing is known of is passed over where another is known.
-    known = Known(costs={("p1", "d0"): 9.0})
+    known = FixedLookups(costs={("p1", "d0"): 9.0})
     assert place(members, "slo_aware", known=known) == ("p1", "d0")
 
 
 def test_without_predictions_it_places_as_prefix_aware_does() -> None:
     members = [worker("p0"), worker("p1"), worker("d0"), worker("d1", busy(4)), worker("a")]
     for turn in range(6):
-        found = place(members, "slo_aware", turn=turn, known=Known())
+        found = place(members, "slo_aware", turn=turn, known=FixedLookups())
         assert found == place(members, "prefix_aware", turn=turn)
 
 
@@ -379,7 +379,7 @@ def test_pairs_that_cannot_exchange_kv_are_not_predicted() -> None:
     strange = {"compatibility": "layout-b"}
     members = [worker("p0"), worker("p1"), worker("d0")]
     members += [worker("p2", **strange), worker("d2", busy(9), **strange)]  # type: ignore[arg-type]
-    known = Known(costs={("p0", "d0"): 1.0, ("p1", "d0"): 2.0, ("p2", "d0"): 0.1})
+    known = FixedLookups(costs={("p0", "d0"): 1.0, ("p1", "d0"): 2.0, ("p2", "d0"): 0.1})
     demand = structs.replace(DEMAND, excluded=frozenset({("p0", "d0")}))
     assert place(members, "slo_aware", demand=demand, known=known) == ("p1", "d0")
     assert set(known.asked) == {"p1", None}
@@ -390,13 +390,13 @@ def test_pairs_that_cannot_exchange_kv_are_not_predicted() -> None:
 
 def test_only_some_prefill_workers_of_a_large_pool_are_predicted() -> None:
     many = [worker(f"p{i}", busy(i)) for i in range(40)]
-    known = Known(costs={(member.worker_id, "d0"): 1.0 for member in many})
+    known = FixedLookups(costs={(member.worker_id, "d0"): 1.0 for member in many})
     place([*many, worker("d0")], "slo_aware", known=known)
     assert len(known.asked) == MOST_PREDICTED + 1
 
 
 def test_a_single_token_and_an_aggregated_worker_are_placed_by_score() -> None:
-    known = Known(costs={(None, "d0"): 0.0, ("p0", "d0"): 0.0, (None, "a0"): 1.0})
+    known = FixedLookups(costs={(None, "d0"): 0.0, ("p0", "d0"): 0.0, (None, "a0"): 1.0})
     pair = [worker("p0"), worker("d0")]
     assert place(pair, "slo_aware", demand=ONE_TOKEN, known=known) == (None, "p0")
     assert place([worker("a0")], "slo_aware", known=known) == (None, "a0")
@@ -407,7 +407,7 @@ def test_an_adapter_goes_where_it_runs_then_where_a_slot_is_free_and_waits_for_n
     def decode(name: str, *resident: tuple[str, int], adapters: str = "xyz") -> Member:
         loaded = {key: Adapter(key, "", "", "demo") for key in adapters}
         member = worker(name, HALF, adapters=loaded, resident=dict(resident))
-        member.info = replace(member.info, max_loras=2)
+        member.info = replace(member.info, limits=EngineLimits(8, max_loras=2))
         return member
 
     used, free = decode("d0", ("x", 0), ("y", 1)), decode("d1")
@@ -429,23 +429,23 @@ def test_a_prefill_worker_that_has_the_adapter_is_kept_unless_another_is_clearly
     loaded = {"x": Adapter("x", "", "", "demo")}
     members = [worker(name, HALF, adapters=loaded) for name in ("p0", "p1", "d0")]
     for member in members:
-        member.info = replace(member.info, max_loras=1)
-    members[1].resident = {"x": 0}
+        member.info = replace(member.info, limits=EngineLimits(8, max_loras=1))
+    members[1].placed.resident = {"x": 0}
     for cost, expected in ((0.97, "p1"), (0.5, "p0")):
-        known = Known(costs={("p0", "d0"): cost, ("p1", "d0"): 1.0})
+        known = FixedLookups(costs={("p0", "d0"): cost, ("p1", "d0"): 1.0})
         demand = structs.replace(DEMAND, adapter="x")
         assert place(members, "slo_aware", demand=demand, known=known) == (expected, "d0")
 
 
 def test_an_adapter_keeps_its_slot_until_another_needs_it() -> None:
     member = worker("d")
-    member.info = replace(member.info, max_loras=2)
+    member.info = replace(member.info, limits=EngineLimits(8, max_loras=2))
     first, second = Charge(member, adapter="x"), Charge(member, adapter="y")
     assert not member.seen().can_run("z")
     first.release()
     assert member.seen().can_run("z")
-    assert member.resident == {"x": 0, "y": 1}
+    assert member.placed.resident == {"x": 0, "y": 1}
     third = Charge(member, adapter="z")
-    assert member.resident == {"y": 1, "z": 1}
+    assert member.placed.resident == {"y": 1, "z": 1}
     second.release()
     third.release()

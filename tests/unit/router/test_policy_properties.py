@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import Unavailable
-from pdserve.kv_pairs import exchange
+from pdserve.kv_compatibility import exchange
 from pdserve.types import Role, WorkerLoad
 from router.placement.policies import POLICIES
 from router.placement.values import Candidate, Decision, Demand, MemberState, PlacementContext
-from tests.unit.router.placing import Known, names, worker
+from tests.support.placement import FixedLookups, names, worker
 
 NUMBERS = range(7)
 IDS = tuple(f"{role}{i}" for i in NUMBERS for role in "pda")
@@ -56,12 +56,12 @@ demands = st.builds(
     excluded=excluded,
 )
 lookups = st.none() | st.builds(
-    Known, st.dictionaries(st.sampled_from(IDS), st.integers(0, 200), max_size=9)
+    FixedLookups, st.dictionaries(st.sampled_from(IDS), st.integers(0, 200), max_size=9)
 )
 
 
 def said(decision: Decision) -> object:
-    """Everything a decision says, by worker id."""
+    """Return the content of a decision by worker id."""
     boards = [b and [b.candidates, b.columns] for b in (decision.prefill, decision.decode)]
     return (
         names(decision.placement),
@@ -95,7 +95,7 @@ def usable(candidates: list[Candidate], demand: Demand) -> list[Candidate]:
 
 
 def may_decode(kept: list[Candidate], demand: Demand) -> list[Candidate]:
-    """Those with room that could have KV, were no pair excluded."""
+    """Return workers with room that could get KV if no pair were excluded."""
     prefills = [c for c in kept if c.role is Role.PREFILL]
     return [
         c
@@ -124,7 +124,7 @@ def open_pairs(kept: list[Candidate], demand: Demand) -> list[tuple[Candidate, C
 @settings(max_examples=40, deadline=None)
 @given(members(), demands, lookups, st.integers(0, 1 << 40))
 def test_a_policy_keeps_to_what_it_may(
-    name: str, candidates: list[Candidate], demand: Demand, lookup: Known | None, turn: int
+    name: str, candidates: list[Candidate], demand: Demand, lookup: FixedLookups | None, turn: int
 ) -> None:
     context = PlacementContext(lookup)
     kept = usable(candidates, demand)

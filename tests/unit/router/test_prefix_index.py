@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from pdserve import prefix_hash
+from pdserve.model import prefix_hash
+from router.fleet.prefix_watch import Holder, PrefixIndex
 from router.placement.values import Demand
-from router.prefix import Holder, PrefixIndex
 
 ROOT = prefix_hash.root("m", 1)
 WORKERS = [f"w{i}" for i in range(12)]

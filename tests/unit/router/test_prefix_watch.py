@@ -1,6 +1,5 @@
-"""The router's index of a worker's prefix cache, kept current over a real session.
-
-The worker's side is the real one; the test plays its engine."""
+"""The router's index of a worker's prefix cache follows a real session. The test plays the worker's
+engine."""
 
 from __future__ import annotations
 
@@ -12,20 +11,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve import prefix_hash
+from pdserve.model import prefix_hash
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
+from router.fleet.connections import Connections
 from router.fleet.member import Member
+from router.fleet.prefix_watch import PrefixWatcher
 from router.fleet.registry import Fleet
-from router.prefix import PrefixWatcher
-from tests.fakes import MODEL, worker_info
-from tests.patience import WAIT_S
+from tests.support.router_stack import MODEL, worker_info
+from tests.support.timeouts import wait_until
 from workers.cache_mirror import CacheMirror
 from workers.fake.engine import FakeEngine
+from workers.intake import Intake
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
 SIZE = 16
 
@@ -34,7 +35,7 @@ class WatchedWorker:
     """A worker whose cache the test changes, prompt by prompt."""
 
     def __init__(self, name: str, instance_id: str = "e1") -> None:
-        self.service = WorkerService(FakeEngine(MODEL), Role.AGGREGATED, instance_id)
+        self.service = WorkerService(FakeEngine(MODEL), Intake(Role.AGGREGATED), instance_id)
         self.mirror = CacheMirror(MODEL.name, SIZE)
         self.keys: dict[bytes, None] = {}
         self.info = worker_info(name, Role.AGGREGATED, instance_id=instance_id)
@@ -52,7 +53,7 @@ class WatchedWorker:
             await self.service.close()
 
     def store(self, *tokens: int) -> None:
-        """Blocks of one repeated token each, one after another."""
+        """Store consecutive blocks of one repeated token each."""
         keys = [bytes(tokens[: i + 1]) for i in range(len(tokens))]
         self.keys.update(dict.fromkeys(keys))
         self.mirror.store(keys, None, [t for t in tokens for _ in range(SIZE)])
@@ -66,16 +67,10 @@ class WatchedWorker:
 
 
 def depth(watches: PrefixWatcher, name: str, *tokens: int) -> int:
-    """Blocks of a prompt that the index says a worker has."""
+    """Return how many blocks of a prompt the index has for a worker."""
     ids = [t for t in tokens for _ in range(SIZE)]
     chain = prefix_hash.chain(ids, SIZE, prefix_hash.root(MODEL.name, SIZE))
     return watches.index.cached_blocks(chain).get(name, 0)
-
-
-async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not what():  # noqa: ASYNC110 - the index says nothing when it changes
-            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
@@ -83,10 +78,11 @@ async def watching(
     *workers: WatchedWorker, router_id: str = "r1", max_blocks: int = 1000
 ) -> AsyncIterator[tuple[Fleet, PrefixWatcher]]:
     watches = PrefixWatcher(max_blocks)
-    async with Fleet(router_id=router_id, lease_s=3600.0, watches=watches) as fleet:
+    fleet = Fleet(lease_s=3600.0)
+    async with Connections(fleet, router_id=router_id, watches=watches):
         for worker in workers:
             fleet.register(worker.info)
-        await until(lambda: len(watches._holders) == len(workers))
+        await wait_until(lambda: len(watches._holders) == len(workers))
         yield fleet, watches
 
 
@@ -107,10 +103,10 @@ async def test_random_changes_of_two_workers_end_in_what_they_hold() -> None:
                 for session in list(worker.service.connections):
                     session._transport.abort()
             await asyncio.sleep(0.001)
-        held = {x: set(x.service.cached_blocks) for x in (a, b)}
-        await until(lambda: len(watches.index) == len(held[a] | held[b]))
+        held = {x: set(x.service.cache.blocks) for x in (a, b)}
+        await wait_until(lambda: len(watches.index) == len(held[a] | held[b]))
         for worker, name in ((a, "a"), (b, "b")):
-            await until(
+            await wait_until(
                 lambda x=worker, n=name: all(depth(watches, n, *k) == len(k) for k in x.keys)
             )
 
@@ -118,9 +114,9 @@ async def test_random_changes_of_two_workers_end_in_what_they_hold() -> None:
 async def test_a_large_snapshot_comes_in_parts() -> None:
     async with WatchedWorker("a").serving() as a:
         a.store(1)
-        a.service.cached_blocks.update(dict.fromkeys(range(40_000)))
+        a.service.cache.blocks.update(dict.fromkeys(range(40_000)))
         async with watching(a, max_blocks=100_000) as (_, watches):
-            await until(lambda: len(watches.index) == 40_001)
+            await wait_until(lambda: len(watches.index) == 40_001)
 
 
 async def test_malformed_updates_are_refused() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pdserve import wire
 from pdserve.config import TenantConfig
 from pdserve.errors import (
     ContextLengthExceeded,
@@ -15,19 +19,28 @@ from pdserve.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    PdserveError,
     TransferFailed,
     UnsupportedField,
 )
-from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
+from pdserve.types import (
+    EngineLimits,
+    FinishReason,
+    MediaItem,
+    Role,
+    SamplingParams,
+    TransferReport,
+    Usage,
+)
 from router.admission import Tenants
-from router.answer import AnswerDelta
-from tests.fakes import ScriptedWorker, running_stack
-from tests.unit.router.asking import PROMPT, request
+from router.request.answer import AnswerDelta, Discard
+from tests.support.router_stack import MEDIA_BYTES, PROMPT, ScriptedWorker, request, running_stack
+from tests.support.timeouts import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.fakes import Stack
+    from tests.support.router_stack import RouterStack
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 TRANSFER = TransferReport(0.02, 0.01, 4096, 3, "loopback")
@@ -44,14 +57,14 @@ def decode() -> ScriptedWorker:
 
 
 @pytest.fixture
-async def stack(prefill: ScriptedWorker, decode: ScriptedWorker) -> AsyncIterator[Stack]:
+async def stack(prefill: ScriptedWorker, decode: ScriptedWorker) -> AsyncIterator[RouterStack]:
     async with running_stack(prefill, decode) as stack:
         yield stack
 
 
 class TestAnswer:
     async def test_both_workers_get_the_request_and_the_client_one_answer(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         async with stack.ask(request()) as answer:
             to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
@@ -61,12 +74,12 @@ class TestAnswer:
             assert to_prefill.prefill.transfer_id == to_decode.decode.transfer_id != ""
             assert to_decode.decode.producer_addresses == ["kv-p"]
             assert to_decode.decode.producer_instance_id == "e1"
-            assert stack.member(decode).reserved_blocks == 3, "40 + 8 tokens in blocks of 16"
-            assert stack.member(prefill).outstanding_tokens == 40
+            assert stack.member(decode).placed.reserved_blocks == 3, "40 + 8 tokens in blocks of 16"
+            assert stack.member(prefill).placed.outstanding_tokens == 40
 
             prefill.send(to_prefill, 7, finish=LENGTH)
             assert await answer.next() == AnswerDelta((7,), "<7>")
-            assert stack.member(prefill).outstanding_tokens == 0
+            assert stack.member(prefill).placed.outstanding_tokens == 0
             decode.send(to_decode, 8)
             assert await answer.next() == AnswerDelta((8,), "<8>")
             decode.send(to_decode, 9, finish=STOP, transfer=TRANSFER, stop_reason="x")
@@ -84,7 +97,7 @@ class TestAnswer:
             assert receipt.queue_s >= 0.25
 
     async def test_an_answer_that_ends_with_the_first_token_cancels_decode(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         async with stack.ask(request()) as answer:
             submit = await decode.submitted()
@@ -96,7 +109,7 @@ class TestAnswer:
             assert await decode.cancelled() == submit.stream_id
 
     async def test_one_token_is_made_by_the_prefill_worker_alone(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         one = request(sampling=SamplingParams(max_tokens=1))
         async with stack.ask(one) as answer:
@@ -110,21 +123,54 @@ class TestAnswer:
             assert not decode.has_submissions
 
 
+@pytest.mark.parametrize("ending", ["answered", "failed", "lost", "left", "late"])
+async def test_an_ended_request_is_freed_without_garbage_collection(
+    stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker, ending: str
+) -> None:
+    """Cycles of objects would wait for a collection, which stops a busy router for 0.4 s."""
+    deadline = asyncio.get_running_loop().time() + (0.1 if ending == "late" else 60.0)
+    gc.disable()
+    try:
+        asking = asyncio.create_task(stack.requests.serve(request(deadline=deadline), Discard()))
+        to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+        (generation,) = stack.requests._generations
+        kept = [weakref.ref(generation), weakref.ref(generation._attempt)]
+        del generation
+        match ending:
+            case "answered":
+                prefill.send(to_prefill, 7, finish=LENGTH)
+                decode.send(to_decode, 8, finish=STOP)
+            case "failed":
+                decode.fail(to_decode, InvalidRequest("it is wrong", field="prompt"))
+            case "lost":
+                prefill.break_link()
+                decode.fail(await decode.submitted(), InvalidRequest("it is wrong"))
+            case "left":
+                asking.cancel()
+        with suppress(PdserveError, asyncio.CancelledError):
+            await asking
+        del asking
+        await asyncio.sleep(0)  # the event loop held the task while it woke this one
+        assert [x() for x in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
 class TestParallelSampling:
     async def test_children_start_on_the_decode_worker_once_it_has_the_kv(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         three = request(sampling=SamplingParams(max_tokens=8, n=3, seed=5))
         async with stack.ask(three) as answer:
             parent = await decode.submitted()
             prefill.send(await prefill.submitted(), 7, finish=LENGTH)
             assert not decode.has_submissions
-            reserved = stack.member(decode).reserved_blocks
+            reserved = stack.member(decode).placed.reserved_blocks
             decode.send(parent, 8)
             children = [await decode.submitted(), await decode.submitted()]
             assert [x.WhichOneof("phase") for x in children] == ["aggregated"] * 2
             assert [x.sampling.seed for x in (parent, *children)] == [5, 6, 7]
-            assert stack.member(decode).reserved_blocks <= reserved + 4
+            assert stack.member(decode).placed.reserved_blocks <= reserved + 4
             for i, child in enumerate(children):
                 decode.send(child, 20 + i, finish=STOP)
             decode.send(parent, 9, finish=STOP, transfer=TRANSFER)
@@ -135,7 +181,7 @@ class TestParallelSampling:
             assert not prefill.has_submissions
 
     async def test_an_error_of_one_child_ends_all(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         two = request(sampling=SamplingParams(max_tokens=8, n=2))
         async with stack.ask(two) as answer:
@@ -150,7 +196,7 @@ class TestParallelSampling:
 
 class TestRetry:
     async def test_a_failed_transfer_is_tried_again_without_repeating_a_token(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         async with stack.ask(request()) as answer:
             first = await prefill.submitted()
@@ -172,6 +218,47 @@ class TestRetry:
             labels = 'model="demo",reason="transfer_failed",step="pair"'
             assert f"pdserve_fallbacks_total{{{labels}}} 1.0" in text
             assert 'pdserve_requests_total{model="demo",outcome="stop"} 1.0' in text
+
+
+IMAGE = MediaItem("image", "h", offset=4, length=9, metadata=b"grid", data=b"pixels")
+
+
+class TestImages:
+    async def test_only_workers_that_compute_the_prompt_get_the_pixels(
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with stack.ask(request(media=(IMAGE,), render_s=0.5)) as answer:
+            for tokens, step in (([], "first"), ([7], "again")):
+                to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+                assert [wire.media_from_pb(x.media, 40) for x in (to_prefill, to_decode)] == [
+                    (IMAGE,),
+                    (replace(IMAGE, data=b""),),
+                ]
+                assert list(to_prefill.resume_token_ids) == tokens
+                prefill.send(to_prefill, 7 + len(tokens), finish=LENGTH)
+                if step == "first":
+                    # It must compute the prompt again, and has no pixels.
+                    decode.fail(to_decode, TransferFailed("no pixels"))
+            decode.fail(to_decode, TransferFailed("no pixels"))
+            alone = await decode.submitted()
+            assert alone.WhichOneof("phase") == "aggregated"
+            assert wire.media_from_pb(alone.media, 40) == (IMAGE,)
+            decode.send(alone, 9, finish=STOP)
+            last = await answer.rest()
+            assert last.token_ids == (7, 8, 9)
+            assert last.receipt is not None
+            assert (last.receipt.images, last.receipt.render_s) == (1, 0.5)
+        assert stack.requests._services.media_memory.used == 0
+
+    async def test_pixels_of_open_requests_are_limited(self, stack: RouterStack) -> None:
+        large = replace(IMAGE, data=bytes(MEDIA_BYTES))
+        asking = asyncio.create_task(stack.requests.serve(request(media=(large,)), Discard()))
+        await wait_until(lambda: stack.requests._services.media_memory.used)
+        with pytest.raises(Overloaded, match="memory_mib"):
+            await stack.requests.serve(request(request_id="r2", media=(IMAGE,)), Discard())
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert stack.requests._services.media_memory.used == 0
 
 
 class TestRefusals:
@@ -211,7 +298,7 @@ class TestRefusals:
             assert not prefill.has_submissions
 
     async def test_a_request_waits_for_room_and_is_placed_when_another_ends(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         large = request(sampling=SamplingParams(max_tokens=1000))
         async with stack.ask(large) as first:
@@ -231,7 +318,7 @@ class TestRefusals:
     async def test_a_worker_is_given_few_prompts_ahead(
         self, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
-        prefill.info = replace(prefill.info, settings={"max_num_batched_tokens": "32"})
+        prefill.info = replace(prefill.info, limits=EngineLimits(8, 32))
         async with (
             running_stack(prefill, decode, prefill_chunks_ahead=2) as stack,
             stack.ask(request()) as first,

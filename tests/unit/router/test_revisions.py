@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from asking import request
 
 from pdserve.errors import InvalidRequest, Unavailable, WorkerFailed
 from pdserve.types import Role
-from router.decisions import DecisionLog, explained
+from router.admission import NoRoom
 from router.fleet.registry import Fleet
+from router.placement.decisions import DecisionLog, explained
 from router.placement.policies import least_loaded
-from router.placement.revisions import draw, shares_of
-from router.placer import Placer
-from router.retry import RetryPolicy
-from tests.fakes import worker_info
+from router.placement.revisions import RevisionShares, draw, shares_of
+from router.request.placer import Placer
+from router.request.retry import RetryPolicy
+from tests.support.router_stack import request, worker_info
 
 if TYPE_CHECKING:
-    from router.placer import Reservation
+    from router.request.placer import Reservation
 
 TWO_OF_EACH = ("p-r1", "d-r1", "p-r2", "d-r2")
 IDS = [f"request-{n}" for n in range(2000)]
@@ -29,21 +29,21 @@ class Pool:
     """Ready workers, named by role and revision, and a placer over them."""
 
     def __init__(self, *names: str, weights: dict[str, float] | None = None) -> None:
-        self.fleet = Fleet(router_id="r", clock=lambda: 0.0)
+        self.fleet = Fleet(clock=lambda: 0.0)
         self.log = DecisionLog(10)
-        self.placer = Placer(self.fleet, least_loaded, log=self.log)
+        self.shares = RevisionShares()
+        self.placer = Placer(self.fleet, least_loaded, shares=self.shares, log=self.log)
         for name in names:
             role, _, revision = name.partition("-")
             self.fleet.register(worker_info(name, ROLES[role[0]], revision=revision))
-            self.fleet.attached(self.fleet.members[name])
-        if weights:
-            self.fleet.shares["demo"] = shares_of(weights)
+            self.fleet.members[name].attached = True
+        self.shares.set("demo", weights or {})
 
-    def reserve(self, request_id: str = "r1") -> Reservation | None:
+    def reserve(self, request_id: str = "r1") -> Reservation:
         return self.placer.reserve(self.placer.demand(request(request_id=request_id)))
 
     def reserve_again(self, revision: str, *failed: str) -> Reservation:
-        """The next attempt of a request to a revision of which these workers failed."""
+        """Place the next attempt of a request after these workers of its revision failed."""
         demand, retry = self.placer.demand(request()), RetryPolicy()
         demand.revision = revision
         for name in failed:
@@ -53,8 +53,7 @@ class Pool:
         return self.placer.reserve_again(demand, step, cause="died")
 
 
-def workers(reservation: Reservation | None) -> set[str]:
-    assert reservation is not None
+def workers(reservation: Reservation) -> set[str]:
     found = (reservation.prefill, reservation.decode)
     return {x.worker_id for x in found if x is not None}
 
@@ -93,12 +92,13 @@ async def test_a_request_uses_the_workers_of_one_revision_until_weights_are_clea
         reservation.release()
     assert seen == {(frozenset({f"p-{x}", f"d-{x}"}), x) for x in ("r1", "r2")}
     # The least loaded of each role.
-    pool.fleet.members["p-r1"].outstanding_tokens = pool.fleet.members["d-r2"].reserved_blocks = 50
-    pool.fleet.shares.clear()
+    members = pool.fleet.members
+    members["p-r1"].placed.outstanding_tokens = members["d-r2"].placed.reserved_blocks = 50
+    pool.shares.set("demo", {})
     assert workers(pool.reserve()) == {"p-r2", "d-r1"}
 
 
-async def test_a_revision_without_workers_spills_over_and_explain_says_so() -> None:
+async def test_a_revision_without_workers_spills_over_and_explain_shows_it() -> None:
     pool = Pool(*TWO_OF_EACH, weights={"r1": 1, "r2": 9, "r3": 90})
     for name in ("p-r2", "d-r2"):
         pool.fleet.renew(name, "e1", load=None, draining=True)
@@ -111,8 +111,9 @@ async def test_a_revision_without_workers_spills_over_and_explain_says_so() -> N
 async def test_a_full_revision_waits_and_does_not_spill_over() -> None:
     pool = Pool("a-r1", "a-r2", weights={"r1": 0, "r2": 1})
     held = pool.fleet.members["a-r2"]
-    held.reserved_blocks = held.info.total_blocks
-    assert pool.reserve() is None
+    held.placed.reserved_blocks = held.info.total_blocks
+    with pytest.raises(NoRoom):
+        pool.reserve()
 
 
 async def test_a_retry_stays_with_the_revision_while_it_has_workers() -> None:

@@ -1,5 +1,4 @@
-"""How many workers should prefill and how many decode: the decision alone, on a clock that moves by
-itself."""
+"""How many workers should prefill and how many decode, on a clock that advances by itself."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.config import RolesConfig
-from pdserve.step_moments import StepMoments, StepRecorder, StepShape
-from pdserve.types import Role, WorkerLoad
-from router.placement.cost import RequestMeans, StepModel, fit_steps
-from router.roles import (
+from pdserve.observe.step_costs import StepMoments, StepRecorder, StepShape
+from pdserve.types import EngineLimits, Role, WorkerLoad
+from router.operations.autoscaler import (
     COOLDOWN,
     MIN_IMPROVEMENT,
     MIN_LOAD,
@@ -25,7 +23,8 @@ from router.roles import (
     loads_of,
     spare_for,
 )
-from tests.unit.router.placing import worker
+from router.placement.cost import RequestMeans, StepModel, fit_steps
+from tests.support.placement import worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +37,7 @@ Need = tuple[float, float]
 
 @dataclass
 class Service:
-    """Workers that change their role as soon as they are told, under a load given in workers."""
+    """Workers that change their role at once. The load is given in workers."""
 
     prefill: int
     decode: int
@@ -54,7 +53,7 @@ class Service:
         self.text = ""
 
     def loads(self, need: Need) -> Loads:
-        """What is measured of it."""
+        """Return the measurements of a worker."""
         noisy = (x * (1 + self.noise * self._draw.uniform(-1, 1)) for x in need)
         return Loads(self.prefill, self.decode, *noisy)
 
@@ -180,7 +179,7 @@ for _ in range(5):
 
 def member(name: str, load: WorkerLoad | None = None, **state: Any) -> Member:
     found = worker(name, load, blocks=BLOCKS, **state)
-    found.info = replace(found.info, max_num_seqs=10)
+    found.info = replace(found.info, limits=EngineLimits(10))
     return found
 
 
@@ -249,7 +248,7 @@ def test_decode_is_loaded_by_the_time_that_a_token_takes() -> None:
         assert found.decode_need == pytest.approx(need, rel=0.05)
 
 
-def test_what_waits_in_the_router_counts_for_both_phases() -> None:
+def test_queued_requests_count_for_both_phases() -> None:
     busy, idle = (loads(member("p"), member("d", decoding(n)), queued=20) for n in (5, 0))
     assert busy.prefill_need == idle.prefill_need == pytest.approx(20 * 2.0 / 10.0)
     assert busy.decode_need == pytest.approx(0.5 + 20 * 0.1 * 5.0 / 10.0)

@@ -7,9 +7,16 @@ from collections import Counter
 import pytest
 
 from pdserve.types import IDLE, Account, PhaseReport, Role, WorkerInfo
-from router.accounting import Accounting, Charge, Done, price_s, sum_known
+from router.fleet.accounting import (
+    WORKER_LOST,
+    Accounting,
+    StreamUsage,
+    UsageCharge,
+    price_s,
+    sum_known,
+)
 from router.fleet.registry import Fleet
-from tests.fakes import worker_info
+from tests.support.router_stack import worker_info
 
 PRICES = {"H1": 1.0, "H100": 3600.0, "cpu": 0.0}
 PREFILL = PhaseReport(prefill_busy_s=2.0, energy_j=20.0)
@@ -44,8 +51,8 @@ def books() -> Books:
 
 def test_a_request_pays_for_its_shares_on_both_workers(books: Books) -> None:
     p, d = worker("p", Role.PREFILL), worker("d", Role.DECODE, devices=1)
-    charge = books.accounting.charge([Done(p, PREFILL), Done(d, DECODE)], "acme")
-    assert charge == Charge(cost=2 * 2.0 + 3.0, energy_j=50.0)
+    charge = books.accounting.charge([StreamUsage(p, PREFILL), StreamUsage(d, DECODE)], "acme")
+    assert charge == UsageCharge(cost=2 * 2.0 + 3.0, energy_j=50.0)
     assert books.of("engine_seconds") == {("prefill", ""): 2.0, ("decode", ""): 3.0}
     assert books.of("cost") == {("prefill", ""): 4.0, ("decode", ""): 3.0}
     assert books.counted["tenant_cost"] == {("acme",): 7.0}
@@ -54,15 +61,15 @@ def test_a_request_pays_for_its_shares_on_both_workers(books: Books) -> None:
 def test_a_prompt_that_is_computed_again_is_waste(books: Books) -> None:
     a = worker("a", Role.AGGREGATED)
     again = PhaseReport(prefill_busy_s=4.0, decode_busy_s=4.0, energy_j=80.0)
-    work = [Done(a, PREFILL), Done(a, None), Done(a, again, "worker_failed")]
-    assert books.accounting.charge(work, "") == Charge(2 * (2.0 + 4.0), 20.0 + 40.0)
+    work = [StreamUsage(a, PREFILL), StreamUsage(a, None), StreamUsage(a, again, "worker_failed")]
+    assert books.accounting.charge(work, "") == UsageCharge(2 * (2.0 + 4.0), 20.0 + 40.0)
     assert books.of("engine_seconds")["waste", "worker_failed"] == 4.0
     assert books.of("energy_joules")["waste", "worker_failed"] == 40.0
 
 
 def test_a_request_that_failed_pays_nothing(books: Books) -> None:
-    work = [Done(worker("p", Role.PREFILL), PREFILL)]
-    assert books.accounting.charge(work, "acme", "cancelled") == Charge(None, None)
+    work = [StreamUsage(worker("p", Role.PREFILL), PREFILL)]
+    assert books.accounting.charge(work, "acme", "cancelled") == UsageCharge(None, None)
     assert books.of("cost") == {("waste", "cancelled"): 4.0}
     assert "tenant_cost" not in books.counted
 
@@ -78,24 +85,27 @@ def test_the_longest_name_that_fits_a_device_has_its_price(
 
 def test_a_cost_is_not_known_if_one_of_its_parts_is_not(books: Books) -> None:
     work = [
-        Done(worker("p", Role.PREFILL), PREFILL),
-        Done(worker("d", Role.DECODE, "NVIDIA L4"), PhaseReport(decode_busy_s=1.0)),
+        StreamUsage(worker("p", Role.PREFILL), PREFILL),
+        StreamUsage(worker("d", Role.DECODE, "NVIDIA L4"), PhaseReport(decode_busy_s=1.0)),
     ]
-    assert books.accounting.charge(work, "acme") == Charge(None, None)
+    assert books.accounting.charge(work, "acme") == UsageCharge(None, None)
     assert (sum_known([1.0, 2.0]), sum_known([1.0, None]), sum_known([])) == (3.0, None, None)
 
 
-async def test_what_a_worker_reports_counts_and_what_dies_with_it_is_waste(books: Books) -> None:
+async def test_open_work_of_a_dead_worker_counts_as_waste(books: Books) -> None:
     now = 0.0
-    fleet = Fleet(router_id="r", lease_s=5.0, clock=lambda: now, accounting=books.accounting)
+    fleet = Fleet(lease_s=5.0, clock=lambda: now)
     info = worker("p", Role.PREFILL)
     fleet.register(info)
     account = Account({IDLE: 5.0, "cancelled": 1.0}, {IDLE: 7.0}, open_s=3.0, busy_s=9.0)
-    assert fleet.renew("p", info.instance_id, load=None, draining=False, account=account)
+    member = fleet.renew("p", info.instance_id, load=None, draining=False, account=account)
+    assert member is not None
+    books.accounting.reported(member.info, account)
     assert books.of("engine_seconds") == {(IDLE, ""): 5.0, ("waste", "cancelled"): 1.0}
     assert books.of("energy_joules") == {(IDLE, ""): 7.0}
-    fleet.members["p"].settled(1.0)  # one of its open requests ended since
-    fleet.members["p"].lease_end = -1.0
-    fleet.expire()
+    member.placed.ended_s += 1.0  # one of its open requests ended since
+    member.lease_end = -1.0
+    (dead,) = fleet.expire()
+    books.accounting.wasted(dead.info, WORKER_LOST, dead.open_s)
     assert books.of("cost")["waste", "worker_lost"] == pytest.approx(2.0 * 2.0)
     assert sum(books.of("engine_seconds").values()) == 5.0 + 1.0 + 2.0  # nothing is guessed

@@ -11,7 +11,8 @@ from pdserve.types import KvLedger, KvReport, Role, WorkerLoad
 from router.admission import AdmissionController, AdmissionLimits
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
-from tests.fakes import Clock, worker_info
+from router.placement.revisions import RevisionShares
+from tests.support.router_stack import Clock, worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,7 +30,7 @@ DECODE = '{model="demo",role="decode",worker="d"}'
 
 @pytest.fixture
 def fleet() -> Fleet:
-    fleet = Fleet(router_id="r", clock=Clock())
+    fleet = Fleet(clock=Clock())
     for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         fleet.register(worker_info(worker_id, role))
     return fleet
@@ -38,7 +39,12 @@ def fleet() -> Fleet:
 def samples(fleet: Fleet, prefix: str = "pdserve_worker_kv_") -> list[str]:
     metrics = RouterMetrics(SloConfig())
     metrics.watch(
-        fleet, AdmissionController(AdmissionLimits(), clock=fleet.now), None, tuple, tuple
+        fleet,
+        AdmissionController(AdmissionLimits(), clock=fleet.now),
+        None,
+        RevisionShares(),
+        tuple,
+        tuple,
     )
     lines: Iterable[str] = metrics.render()[0].decode().splitlines()
     return [line for line in lines if line.startswith(prefix)]
@@ -82,7 +88,7 @@ def test_a_report_is_shown_until_the_worker_is_lost(fleet: Fleet) -> None:
     assert samples(fleet) == []
 
 
-def test_load_is_shown_of_every_worker_that_has_told_it(fleet: Fleet) -> None:
+def test_load_is_shown_for_every_worker_that_reported_it(fleet: Fleet) -> None:
     assert samples(fleet, "pdserve_worker_") == []
     load = WorkerLoad(num_waiting_reqs=2, num_running_reqs=5, kv_cache_usage=0.25, free_blocks=48)
     assert fleet.renew("d", "e1", load=load, draining=False)

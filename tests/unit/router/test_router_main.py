@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -12,20 +13,25 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from msgspec.structs import replace
 
-from pdserve import rpc
 from pdserve.client import Client
 from pdserve.config import RouterConfig
-from pdserve.errors import ConfigError, Unavailable
-from pdserve.http_server import bind
+from pdserve.errors import ConfigError, Overloaded, ParserFailed, Unavailable
+from pdserve.net import rpc
+from pdserve.net.http_server import bind
+from pdserve.types import Parsing
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 from router.api.open_requests import OpenRequest, OpenRequests
 from router.main import MAX_BODY_BYTES, RouterServer
-from tests.patience import WAIT_S
+from router.request.answer import Discard
+from tests.support.router_stack import request
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from router.main import RouterAddresses
 
@@ -64,6 +70,25 @@ async def test_both_apis_listen_where_the_router_says() -> None:
             _ = [delta async for delta in client.generate("hi")]
         workers = await RegistryStub(channel).ListWorkers(worker_pb2.ListWorkersRequest())
         assert not workers.workers
+
+
+async def test_requests_are_refused_at_the_limit_of_memory() -> None:
+    async with (
+        running(RouterConfig(http_port=0, grpc_port=0, memory_limit_mib=1)) as addresses,
+        aiohttp.ClientSession(f"http://{addresses.http}") as http,
+        Client(addresses.grpc) as client,
+    ):
+        async with http.post("/v1/completions", json={"prompt": "a"}) as response:
+            assert (response.status, response.headers["retry-after"]) == (429, "5")
+            assert "the limit is 1 MiB" in await response.text()
+        with pytest.raises(Overloaded):
+            _ = [delta async for delta in client.generate("hi")]
+        async with http.get("/health") as response:
+            assert response.status == 200
+        async with http.get("/metrics") as response:
+            text = await response.text()
+    assert "pdserve_memory_limit_bytes 1.048576e+06" in text
+    assert "pdserve_memory_refusals_total 2.0" in text
 
 
 async def test_grpc_health_and_reflection_are_served() -> None:
@@ -112,7 +137,7 @@ async def test_routers_of_one_machine_share_a_port_and_one_that_stops_leaves_it_
         async def ask() -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writers.append(writer)
-            writer.write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             return await reader.readline()
 
         def open_at(server: RouterServer) -> int:
@@ -171,3 +196,17 @@ async def test_a_request_ends_with_the_first_error_or_with_a_cancellation_from_e
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_the_parser_process_is_the_configured_command(tmp_path: Path) -> None:
+    ran, code = tmp_path / "ran", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
+    config = replace(ANY_PORT, parser_command=(sys.executable, "-c", code, str(ran)))
+    server = RouterServer(config)
+    parsed = request(parsing=Parsing("", {}, "p", "r", "{}", "{}"))
+    try:
+        await server.start()
+        with pytest.raises(ParserFailed):
+            await server.requests.serve(parsed, Discard())
+    finally:
+        await server.stop(0.0)
+    assert ran.exists()

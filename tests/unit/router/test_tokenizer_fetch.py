@@ -10,12 +10,13 @@ import pytest
 
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError, InvalidRequest, Unavailable
-from pdserve.tokenizer import digest_of, read_files
+from pdserve.model.tokenizer import digest_of, read_files
+from pdserve.net.rpc import PLAIN
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from router.fleet.registry import Fleet
-from router.tokenizers import fetch_tokenizer
-from tests.fakes import MODEL, ScriptedWorker, worker_info
+from router.operations.tokenizers import fetch_tokenizer
+from tests.support.router_stack import MODEL, ScriptedWorker, worker_info
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,7 +42,7 @@ class Sender(ScriptedWorker):
 @asynccontextmanager
 async def fleet_of(*workers: Sender) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
-        fleet = Fleet(router_id="r")
+        fleet = Fleet()
         for worker in workers:
             fleet.register((await stack.enter_async_context(worker.serving())).info)
         yield fleet
@@ -50,22 +51,22 @@ async def fleet_of(*workers: Sender) -> AsyncIterator[Fleet]:
 async def test_another_worker_is_asked_where_one_has_changed_files() -> None:
     changed, right = Sender("a", FILES | {"chat_template.jinja": b"new"}), Sender("b", FILES)
     async with fleet_of(changed, right) as fleet:
-        assert (await fetch_tokenizer(fleet, SERVED)).encode("hi")
+        assert (await fetch_tokenizer(fleet, PLAIN, SERVED)).encode("hi")
         assert (changed.asked, right.asked) == (1, 1)
 
 
 async def test_a_tokenizer_that_no_worker_sends_is_said_to_be_missing() -> None:
     async with fleet_of(Sender("a", {})) as fleet:
         with pytest.raises(Unavailable, match="worker a: the files of its tokenizer have changed"):
-            await fetch_tokenizer(fleet, SERVED)
+            await fetch_tokenizer(fleet, PLAIN, SERVED)
         with pytest.raises(Unavailable, match="no worker is there"):
-            await fetch_tokenizer(fleet, replace(SERVED, name="other"))
+            await fetch_tokenizer(fleet, PLAIN, replace(SERVED, name="other"))
         with pytest.raises(ConfigError, match="have none that a router can use"):
-            await fetch_tokenizer(fleet, MODEL)
+            await fetch_tokenizer(fleet, PLAIN, MODEL)
 
 
 async def test_a_worker_with_another_tokenizer_is_refused() -> None:
-    fleet = Fleet(router_id="r")
+    fleet = Fleet()
     fleet.register(worker_info("a", Role.AGGREGATED, model=SERVED))
     other = replace(SERVED, tokenizer="another")
     wanted = f"worker b: model demo has tokenizer another, but {SERVED.tokenizer} on worker a"

@@ -1,5 +1,5 @@
-"""Labels of where workers run: near pairs and workers near the router are preferred, until they
-have too much to do."""
+"""Labels of where workers run. Near pairs, and workers near the router, are preferred until they
+are overloaded."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 from msgspec import structs
-from placing import FULL, IDLE, decide, place, seen, worker
 
 from pdserve.config import SloConfig
 from pdserve.types import Receipt, Role, Usage, WorkerLoad
-from router.decisions import DecisionLog, explained
 from router.fleet.registry import Fleet
 from router.placement.cost import MIN_SAMPLES, CostModel
+from router.placement.decisions import DecisionLog, explained
 from router.placement.policies import POLICIES
-from router.placement.topology import PRIOR_S, apart
+from router.placement.topology import PRIOR_S, distance
 from router.placement.values import Demand, PlacementContext
-from tests.fakes import worker_info
+from tests.support.placement import FULL, IDLE, decide, place, seen, worker
+from tests.support.router_stack import worker_info
 
 if TYPE_CHECKING:
     from router.fleet.member import Member
@@ -28,8 +28,8 @@ DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
 
 
 def at(name: str, where: dict[str, str], load: WorkerLoad = IDLE, **state: object) -> Member:
-    """A worker with these labels, as a router in HERE sees it."""
-    member = worker(name, load, away=apart(HERE, where), **state)
+    """Return a worker with these labels, as seen by a router in HERE."""
+    member = worker(name, load, router_distance=distance(HERE, where), **state)
     member.info = replace(member.info, topology=where)
     return member
 
@@ -47,8 +47,8 @@ def at(name: str, where: dict[str, str], load: WorkerLoad = IDLE, **state: objec
 def test_two_are_as_far_apart_as_the_farthest_level_at_which_they_differ(
     one: dict[str, str], other: dict[str, str], level: str
 ) -> None:
-    assert apart(one, other) == apart(other, one) == level
-    assert PRIOR_S["host"] < PRIOR_S["rack"] < PRIOR_S["zone"] < PRIOR_S["region"]
+    assert distance(one, other) == distance(other, one) == level
+    assert PRIOR_S["host"] < PRIOR_S["zone"] < PRIOR_S["region"]
 
 
 def test_workers_where_the_router_is_are_preferred_in_every_turn() -> None:
@@ -67,9 +67,9 @@ def test_a_pair_far_away_is_one_pair_and_taken_when_here_is_no_room() -> None:
 
 def test_a_prompt_goes_far_away_when_the_prefill_worker_here_has_a_queue() -> None:
     members = [at("p0", HERE), at("p1", THERE), at("d0", HERE), at("d1", THERE)]
-    members[0].outstanding_tokens = 40
+    members[0].placed.outstanding_tokens = 40
     assert place(members) == ("p0", "d0")
-    members[0].outstanding_tokens = 4000
+    members[0].placed.outstanding_tokens = 4000
     assert place(members) == ("p1", "d1")
 
 
@@ -89,7 +89,7 @@ def test_the_decision_says_where_workers_are_and_what_it_counted() -> None:
 
 
 async def test_the_distance_of_a_pair_is_assumed_until_it_was_measured() -> None:
-    fleet = Fleet(router_id="r", topology=HERE)
+    fleet = Fleet(topology=HERE)
     costs = CostModel(fleet, SloConfig(), lambda: 0.0)
     for name, role, where in (
         ("p0", Role.PREFILL, HERE),
@@ -98,9 +98,9 @@ async def test_the_distance_of_a_pair_is_assumed_until_it_was_measured() -> None
         ("d1", Role.DECODE, THERE),
     ):
         fleet.register(worker_info(name, role, topology=where))
-        fleet.attached(fleet.members[name])
+        fleet.members[name].attached = True
     p0, p1, d0, d1 = fleet.candidates("demo")
-    assert (p0.away, p1.away) == ("", "region")
+    assert (p0.router_distance, p1.router_distance) == ("", "region")
     assert costs.distance_s("demo", p1, d0) == PRIOR_S["region"]
     receipt = Receipt(
         prefill_worker="p1", decode_worker="d0", transport="tcp", exposed_transfer_s=0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve import prefix_hash
+from pdserve.model import prefix_hash
 from workers.cache_mirror import CacheMirror
 from workers.engine import CacheChange
 from workers.fake.engine import PrefixCache as FakeCache
@@ -17,7 +17,7 @@ PROMPTS = st.text("01", min_size=1, max_size=6)
 
 
 def key(prefix: str) -> bytes:
-    """An engine's name for the last block of `prefix`."""
+    """Return the engine's hash of the last block of `prefix`."""
     return prefix.encode()
 
 
@@ -30,7 +30,7 @@ def hash_of(prefix: str) -> int:
 
 
 class Reader:
-    """Holds what changes said, and that each block came behind its parent."""
+    """A mirror of the changes. Asserts that each block follows its parent."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, None] = {}
@@ -49,13 +49,13 @@ def store(mirror: CacheMirror, prompt: str, start: int) -> None:
 
 
 def shown(cached: set[str]) -> set[str]:
-    """Blocks that a lookup can reach."""
+    """Return the blocks that a lookup can reach."""
     return {x for x in cached if all(x[:i] in cached for i in range(1, len(x)))}
 
 
 @settings(max_examples=200)
 @given(st.data())
-def test_what_is_shown_is_what_a_lookup_reaches(data: st.DataObject) -> None:
+def test_the_mirror_shows_only_blocks_that_a_lookup_can_reach(data: st.DataObject) -> None:
     mirror, reader, cached = CacheMirror("m", SIZE), Reader(), set[str]()
     for _ in range(data.draw(st.integers(1, 25))):
         act = data.draw(st.sampled_from(("store", "store", "remove", "take", "clear")))

@@ -8,24 +8,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
-from tests.cluster import fake_answer
-from tests.unit.workers.router_side import (
+from tests.support.cluster import fake_answer
+from tests.support.fake_router import (
     MODEL,
+    PAIRING_S,
     PATIENT_KV,
     PLAIN,
-    RouterSide,
-    a_worker,
+    FakeRouter,
     engine_of,
     error_of,
+    running_worker,
     token_ids,
 )
 from workers.fake import engine
 from workers.fake.engine import FakeEngine
-from workers.fake.settings import FakeFaults, FakeKv, FakeSettings, settings_from_args
+from workers.fake.settings import FakeFaults, FakeSettings, settings_from_args
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,14 +42,15 @@ SMALL = FakeSettings(total_blocks=8, max_num_seqs=2)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A router's sessions with a prefill and a decode worker, which end with no block pinned."""
+    """A router's sessions with a prefill and a decode worker. Asserts at the exit that no block is
+    pinned."""
 
     source: WorkerServer
-    prefill: RouterSide
-    decode: RouterSide
+    prefill: FakeRouter
+    decode: FakeRouter
 
     async def compute(self, transfer: int) -> list[StreamDelta]:
-        """The prefill part of a transfer."""
+        """Submit the prefill part of a transfer."""
         phase = w.PrefillPhase(transfer_id=f"{transfer}")
         await self.prefill.submit(transfer, tokens=PROMPT, prefill=phase)
         return await self.prefill.finish(transfer)
@@ -64,7 +67,7 @@ class Pair:
         await self.decode.submit(transfer, tokens=PROMPT, decode=phase)
 
     async def fails(self, transfer: int, why: str = "") -> None:
-        """The decode part ends with an error, and without a token."""
+        """Assert that the decode part ends with an error and no token."""
         deltas = await self.decode.finish(transfer)
         assert error_of(deltas)[0] == "transfer_failed"
         assert deltas[-1].error is not None
@@ -73,17 +76,18 @@ class Pair:
 
 
 @asynccontextmanager
-async def a_pair(**times: float) -> AsyncIterator[Pair]:
-    kv = {**PATIENT_KV, **times}
+async def a_pair(
+    *, lease_s: float = PATIENT_KV.lease_s, pairing_s: float = PAIRING_S
+) -> AsyncIterator[Pair]:
+    settings, kv = FakeSettings(pairing_s=pairing_s), structs.replace(PATIENT_KV, lease_s=lease_s)
     prefill, decode = (
-        FakeEngine(MODEL, FakeSettings(kv=FakeKv(f"{role}-instance", **kv)))
-        for role in (Role.PREFILL, Role.DECODE)
+        FakeEngine(MODEL, settings, kv, f"{role}-instance") for role in (Role.PREFILL, Role.DECODE)
     )
     async with (
-        a_worker(Role.PREFILL, engine=prefill) as source,
-        a_worker(Role.DECODE, engine=decode) as target,
-        RouterSide(source) as first,
-        RouterSide(target) as second,
+        running_worker(Role.PREFILL, engine=prefill) as source,
+        running_worker(Role.DECODE, engine=decode) as target,
+        FakeRouter(source) as first,
+        FakeRouter(target) as second,
     ):
         yield Pair(source, first, second)
 
@@ -98,7 +102,7 @@ async def test_prefill_may_end_before_decode_asks() -> None:
 
 
 async def test_a_request_waits_while_blocks_are_lacking() -> None:
-    async with a_worker(timing=SMALL) as server, RouterSide(server) as router:
+    async with running_worker(timing=SMALL) as server, FakeRouter(server) as router:
         fake = engine_of(server)
         fake.faults = FakeFaults(stalled=True)
         sampling = replace(PLAIN, max_tokens=16)
@@ -117,7 +121,7 @@ async def test_a_request_waits_while_blocks_are_lacking() -> None:
 
 
 async def test_no_more_requests_run_than_there_are_slots() -> None:
-    async with a_worker(timing=SMALL) as server, RouterSide(server) as router:
+    async with running_worker(timing=SMALL) as server, FakeRouter(server) as router:
         engine_of(server).faults = FakeFaults(stalled=True)
         for stream_id in (1, 2, 3):
             await router.submit(stream_id)
@@ -130,12 +134,12 @@ async def test_no_more_requests_run_than_there_are_slots() -> None:
 
 
 async def test_a_request_that_can_never_have_its_blocks_is_refused() -> None:
-    async with a_worker(timing=SMALL) as server, RouterSide(server) as router:
+    async with running_worker(timing=SMALL) as server, FakeRouter(server) as router:
         await router.submit(1, replace(PLAIN, max_tokens=16), tokens=range(120))
         assert error_of(await router.finish(1))[1] == "max_tokens"
 
 
-async def test_blocks_that_nobody_fetches_are_free_when_the_lease_ends() -> None:
+async def test_unfetched_blocks_are_free_when_the_lease_ends() -> None:
     async with a_pair(lease_s=0.05) as pair:
         await pair.compute(1)
         await pair.prefill.until_empty()
@@ -171,5 +175,5 @@ async def test_engines_of_other_processes_are_reached_over_tcp(
 )
 def test_an_argument_that_cannot_be_is_refused_by_name(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        settings_from_args(args, kv=None)
+        settings_from_args(args)
     assert caught.value.field == f"engine_args.{next(iter(args))}"

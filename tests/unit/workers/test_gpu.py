@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.local.gpus import gpu_environment, visible_devices
+from pdserve.process.gpus import gpu_environment, visible_devices
 from pdserve.v1 import worker_pb2 as w
-from tests.cluster import Cluster
-from tests.patience import WAIT_S
-from tests.unit.workers.router_side import a_worker
-from workers.gpu import Gpus
+from tests.support.cluster import Cluster
+from tests.support.fake_router import running_worker
+from tests.support.timeouts import WAIT_S, wait_until
+from workers.metering.gpu_health import Gpus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -95,7 +95,7 @@ class Nvml:
         return self.temperature_c
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Every other figure: of the first card alone."""
+        """Return all other figures, for the first card only."""
         figures = {
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=1 << 30, total=1 << 36),
             "nvmlDeviceGetTotalEccErrors": self.ecc,
@@ -125,18 +125,17 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 @asynccontextmanager
 async def watching(report: Callable[[str], None], cards: int = len(HANDLES)) -> AsyncIterator[Gpus]:
-    """The figures after the first look, and then of ever new ones."""
+    """Watch the GPUs. Yield after the first look."""
     gpus = Gpus()
     watch = asyncio.create_task(gpus.watch(cards, report, look_s=0.001))
+    await wait_until(lambda: gpus.latest)
     async with asyncio.timeout(WAIT_S):
-        while not gpus.latest:  # noqa: ASYNC110 - read in a thread
-            await asyncio.sleep(0.001)
         yield gpus
     watch.cancel()
     await asyncio.wait({watch})
 
 
-async def test_each_card_is_told_with_what_it_knows(nvml: Nvml) -> None:
+async def test_each_gpu_is_reported_with_the_figures_it_has(nvml: Nvml) -> None:
     async with watching(lambda _: None) as gpus:
         first, second = gpus.latest
         shown = {
@@ -176,13 +175,13 @@ async def test_each_card_is_told_with_what_it_knows(nvml: Nvml) -> None:
         ("GPU-1,MIG-2", ("GPU-1", "MIG-2")),
     ],
 )
-def test_visible_devices_end_at_the_first_that_is_none(
+def test_visible_devices_end_at_the_first_invalid_entry(
     value: str | None, entries: tuple[str, ...] | None
 ) -> None:
     assert visible_devices(value) == entries
 
 
-def test_a_process_is_told_its_gpus_by_the_indices_that_nvml_has() -> None:
+def test_a_process_gets_its_gpus_by_their_nvml_indices() -> None:
     assert gpu_environment(()) == {}
     assert gpu_environment((2, 0)) == {
         "CUDA_VISIBLE_DEVICES": "2,0",
@@ -229,13 +228,12 @@ async def test_cards_are_watched_where_nvml_has_no_events(
 
 
 async def test_a_worker_is_out_while_its_gpu_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch goes on when a GPU is lost."""
+    """The watch continues when a GPU is lost."""
     nvml = Nvml()
     nvml.lost = {"second"}
     async with Cluster(prefill=1, decode=2) as cluster:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)  # for the watch below alone
-        service = cluster.workers["decode-0"].service
-        async with watching(service.set_unhealthy):
+        async with watching(cluster.workers["decode-0"].set_unhealthy):
             await cluster.until_state("decode-0", "suspended")
             unhealthy = (await cluster.entries())["decode-0"].unhealthy
             assert unhealthy == "GPU 1 is lost: it does not answer"
@@ -252,6 +250,6 @@ async def test_without_a_gpu_the_watch_ends(monkeypatch: pytest.MonkeyPatch) -> 
         await Gpus().watch(1, lambda _: None)
 
 
-async def test_a_worker_says_which_gpus_are_its_own() -> None:
-    async with a_worker(gpus=(0, 2)) as server:
-        assert server.info.settings["gpus"] == "0,2"
+async def test_a_worker_reports_its_gpus() -> None:
+    async with running_worker(gpus=(0, 2)) as server:
+        assert server.info.gpus == (0, 2)

@@ -23,11 +23,11 @@ def decode(handle: bytes) -> DecodePhase:
     return DecodePhase("t", ("h:1",), "e", kv_handle=handle)
 
 
-def test_what_prefill_left_is_what_decode_is_told() -> None:
+def test_decode_gets_the_transfer_parameters_of_prefill() -> None:
     assert params_for(work(decode(handle_of(LEFT)), 7), IN_TURN) == {**LEFT, "resume": [7]}
 
 
-def test_prefill_in_turn_is_told_to_keep_its_kv() -> None:
+def test_a_sequential_prefill_is_ordered_to_keep_its_kv() -> None:
     params = params_for(work(PrefillPhase("t")), IN_TURN)
     assert params == {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -59,7 +59,7 @@ def test_a_handle_that_names_no_kv_is_refused(handle: bytes) -> None:
     assert caught.value.field == "decode.kv_handle"
 
 
-def test_an_address_that_is_none_is_refused_at_once() -> None:
+def test_an_invalid_address_is_refused_at_once() -> None:
     with pytest.raises(InvalidRequest) as caught:
         params_for(work(DecodePhase("t", ("nowhere",), "e")), AT_ONCE)
     assert caught.value.field == "kv_transfer_params.producer_addresses"

@@ -5,25 +5,35 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve import wire
-from pdserve.discovery import Discovery
-from pdserve.types import ModelInfo, Role, WorkerInfo
-from pdserve.v1 import worker_pb2 as w
-from tests.unit.workers.router_side import WAIT_S, FakeRegistry
-from workers import registration
-from workers.accounting import BusyTime, WorkerAccount
-from workers.registration import RegistrationRefused, Registrations
+from pdserve.net.discovery import Discovery
+from pdserve.types import EngineLimits, KvLedger, KvReport, ModelInfo, Role, WorkerInfo, WorkerLoad
+from tests.support.fake_router import WAIT_S, FakeRegistry
+from workers.metering.accounting import BusyTime, WorkerAccount
+from workers.registration import RegistrationRefused, Registrations, RegistrationTiming
+from workers.state import WorkerState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
 MODEL = ModelInfo(name="m", path="", max_model_len=64, vocab_size=64, dtype="none")
-INFO = WorkerInfo("d0", "e1", Role.DECODE, MODEL, "127.0.0.1:1", None, 16, 8, 4)
+INFO = WorkerInfo(
+    "d0",
+    instance_id="e1",
+    role=Role.DECODE,
+    model=MODEL,
+    address="127.0.0.1:1",
+    kv=None,
+    block_size=16,
+    total_blocks=8,
+    limits=EngineLimits(4),
+)
 
 
 @pytest.fixture
@@ -32,10 +42,20 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
-async def begin(stack: AsyncExitStack, state: w.RenewRequest, *addresses: str) -> Registrations:
-    registrations = Registrations(addresses)
+@dataclass
+class Worker:
+    """A worker whose state the test replaces."""
+
+    state: WorkerState = field(default_factory=WorkerState)
+
+
+async def begin(
+    stack: AsyncExitStack, worker: Worker, *addresses: str, **timing: float
+) -> Registrations:
+    timing = {"look_up_s": 0.01, "max_pause_s": 0.1, **timing}
+    registrations = Registrations(addresses, timing=RegistrationTiming(**timing))
     stack.push_async_callback(registrations.stop)
-    registrations.start(INFO, lambda: state, WorkerAccount(BusyTime(), 0.0))
+    registrations.start(INFO, lambda: worker.state, WorkerAccount(BusyTime(), 0.0))
     return registrations
 
 
@@ -44,7 +64,7 @@ async def test_it_registers_with_every_router_and_leaves_every_router(
 ) -> None:
     routers = [FakeRegistry(), FakeRegistry()]
     addresses = [await stack.enter_async_context(x.serving()) for x in routers]
-    registrations = await begin(stack, w.RenewRequest(), *addresses)
+    registrations = await begin(stack, Worker(), *addresses)
     await registrations.registered()
     assert [wire.worker_from_pb(x.registered[0]) for x in routers] == [INFO, INFO]
     await registrations.stop()
@@ -52,38 +72,37 @@ async def test_it_registers_with_every_router_and_leaves_every_router(
 
 
 async def test_it_renews_with_its_state(stack: AsyncExitStack) -> None:
-    router, state = FakeRegistry(lease_s=0.03), w.RenewRequest()
-    await begin(stack, state, await stack.enter_async_context(router.serving()))
+    router, worker = FakeRegistry(lease_s=0.03), Worker()
+    await begin(stack, worker, await stack.enter_async_context(router.serving()))
     await router.until(lambda: router.renewals)
     assert not router.renewals[0].HasField("load")
     assert not router.renewals[0].HasField("kv")
-    state.load.num_running_reqs = 3
-    state.kv.held_bytes = 7
+    worker.state = WorkerState(load=WorkerLoad(0, 3, 0.0, 9), kv=KvReport(KvLedger(), held_bytes=7))
     await router.until(lambda: router.renewals[-1].HasField("kv"))
     assert router.renewals[-1].load.num_running_reqs == 3
     assert (router.renewals[-1].worker_id, router.renewals[-1].instance_id) == ("d0", "e1")
 
 
 async def test_a_change_is_reported_at_once(stack: AsyncExitStack) -> None:
-    router, state = FakeRegistry(lease_s=3000.0), w.RenewRequest()
+    router, worker = FakeRegistry(lease_s=3000.0), Worker()
     address = await stack.enter_async_context(router.serving())
-    registrations = await begin(stack, state, address)
+    registrations = await begin(stack, worker, address)
     await registrations.registered()
-    state.draining = True
+    worker.state = WorkerState(is_draining=True)
     registrations.renew()
     await router.until(lambda: router.renewals)
     assert router.renewals[0].draining
 
 
-async def test_routers_are_told_once_they_have_answered_or_are_away(stack: AsyncExitStack) -> None:
+async def test_renewed_waits_for_each_reachable_router(stack: AsyncExitStack) -> None:
     routers = [FakeRegistry(lease_s=3000.0), FakeRegistry(lease_s=3000.0)]
-    state = w.RenewRequest()
+    worker = Worker()
     addresses = [await stack.enter_async_context(routers[0].serving())]
     async with routers[1].serving() as leaves:
-        registrations = await begin(stack, state, *addresses, leaves)
+        registrations = await begin(stack, worker, *addresses, leaves)
         await registrations.registered()
     routers[0].answers.clear()
-    state.draining = True
+    worker.state = WorkerState(is_draining=True)
     telling = asyncio.create_task(registrations.renewed())
     await routers[0].until(lambda: routers[0].renewals)
     assert routers[0].renewals[0].draining
@@ -98,7 +117,7 @@ async def test_routers_are_told_once_they_have_answered_or_are_away(stack: Async
 async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> None:
     router = FakeRegistry(refusal="another model is served here")
     address = await stack.enter_async_context(router.serving())
-    registrations = await begin(stack, w.RenewRequest(), address)
+    registrations = await begin(stack, Worker(), address)
     async with asyncio.timeout(WAIT_S):
         error = await asyncio.shield(registrations.failed)
     assert isinstance(error, RegistrationRefused)
@@ -109,15 +128,13 @@ async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> N
 
 
 async def test_a_refusal_ends_nothing_once_another_router_has_accepted(
-    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stack: AsyncExitStack, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
-    monkeypatch.setattr(registration, "_MAX_PAUSE_S", 0.01)
     accepts, refuses = FakeRegistry(), FakeRegistry(refusal="another model is served here")
     address = await stack.enter_async_context(accepts.serving())
     listed = tmp_path / "routers"
     listed.write_text(address)
-    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    registrations = await begin(stack, Worker(), f"file:{listed}")
     await registrations.registered()
     listed.write_text(f"{address}\n{await stack.enter_async_context(refuses.serving())}")
     await refuses.until(lambda: refuses.refused > 1)
@@ -126,13 +143,10 @@ async def test_a_refusal_ends_nothing_once_another_router_has_accepted(
     await refuses.until(lambda: refuses.registered)
 
 
-async def test_routers_of_a_file_come_and_go(
-    stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is no longer listed keeps the worker while it answers, and is forgotten then."""
-    monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
+async def test_routers_of_a_file_come_and_go(stack: AsyncExitStack, tmp_path: Path) -> None:
+    """An unlisted router keeps the worker while it answers, and is then forgotten."""
     listed, first, second = tmp_path / "routers", FakeRegistry(lease_s=0.03), FakeRegistry()
-    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    registrations = await begin(stack, Worker(), f"file:{listed}")
     ready = asyncio.create_task(registrations.registered())
     async with first.serving() as address:
         listed.write_text(f"# the routers\n\n{address}  # first\n")
@@ -153,30 +167,25 @@ async def test_routers_of_a_file_come_and_go(
     assert not registrations.failed.done()
 
 
-async def test_a_router_that_stays_unlisted_is_left(
-    stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
-    monkeypatch.setattr(registration, "LEAVE_AFTER_S", 0.0)
+async def test_a_router_that_stays_unlisted_is_left(stack: AsyncExitStack, tmp_path: Path) -> None:
     listed, router = tmp_path / "routers", FakeRegistry(lease_s=3000.0)
     listed.write_text(await stack.enter_async_context(router.serving()))
-    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    registrations = await begin(stack, Worker(), f"file:{listed}", leave_after_s=0.0)
     await registrations.registered()
     listed.write_text("")
     await router.until(lambda: router.left)
     assert not registrations.is_connected
 
 
-async def test_nobody_waits_for_a_router_that_is_forgotten(
-    stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_registration_does_not_wait_for_a_forgotten_router(
+    stack: AsyncExitStack, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
     listed, here = tmp_path / "routers", FakeRegistry()
     async with FakeRegistry().serving() as away:
         pass
     address = await stack.enter_async_context(here.serving())
     listed.write_text(f"{away}\n{address}\n")
-    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    registrations = await begin(stack, Worker(), f"file:{listed}")
     registered = asyncio.create_task(registrations.registered())
     await here.until(lambda: here.registered)
     assert not registered.done()
@@ -185,12 +194,12 @@ async def test_nobody_waits_for_a_router_that_is_forgotten(
         await registered
 
 
-async def test_a_line_that_is_no_address_is_refused_at_start(
+async def test_a_line_without_an_address_is_refused_at_start(
     stack: AsyncExitStack, tmp_path: Path
 ) -> None:
     listed = tmp_path / "routers"
     listed.write_text("a:1\nrouters\n")
-    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    registrations = await begin(stack, Worker(), f"file:{listed}")
     async with asyncio.timeout(WAIT_S):
         error = await asyncio.shield(registrations.failed)
     assert str(error) == f"worker.routers: {listed}, line 2: 'routers' is not host:port"

@@ -10,31 +10,37 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from pdserve import framing, wire
+from pdserve import wire
 from pdserve.errors import InvalidRequest, Unavailable
-from pdserve.step_moments import FEATURES
+from pdserve.net import rpc
+from pdserve.observe.step_costs import FEATURES
 from pdserve.types import ErrorInfo, FinishReason, Role
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 from pdserve.wire import moments_from_pb
-from tests.cluster import Cluster
-from tests.unit.workers.router_side import (
+from tests.support.cluster import Cluster
+from tests.support.fake_router import (
     LONG,
     PLAIN,
     WAIT_S,
     FakeRegistry,
-    RouterSide,
-    a_worker,
+    FakeRouter,
     deltas_of,
     engine_of,
     error_of,
     fake_engine,
+    running_worker,
     token_ids,
 )
-from workers import service
+from tests.support.timeouts import wait_until
+from workers.drain import DrainManager, DrainTiming
 from workers.fake.engine import FakeEngine
+from workers.fake.render import IMAGE_TOKEN
 from workers.fake.settings import FakeFaults, FakeSettings
-from workers.service import RoleState, WorkerService
+from workers.intake import Intake, RoleChangeState
+from workers.registration import Registrations
+from workers.service import WorkerService
+from workers.session import MAX_STRANGERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -56,11 +62,11 @@ DECODE = {
 
 class TestStreams:
     async def test_a_router_without_streams_hears_of_a_load_that_changed(self) -> None:
-        """It may remember what it has cancelled there, and take it for another router's."""
+        """Otherwise the engine may take it for a stream that another router cancelled."""
         async with (
-            a_worker(timing=SLOW) as server,
-            RouterSide(server, "one") as one,
-            RouterSide(server, "two") as two,
+            running_worker(timing=SLOW) as server,
+            FakeRouter(server, "one") as one,
+            FakeRouter(server, "two") as two,
         ):
             await one.submit(1, LONG)
             await two.until(lambda: two.frames and two.frames[-1].load.num_running_reqs == 1)
@@ -68,15 +74,15 @@ class TestStreams:
             await two.until(lambda: two.frames[-1].load.num_running_reqs == 0)
             assert two.frames[-1].load.free_blocks == FakeSettings().total_blocks
 
-    async def test_a_router_that_comes_later_knows_at_once_what_steps_cost(self) -> None:
+    async def test_a_later_router_knows_step_costs_at_once(self) -> None:
         timing = FakeSettings(step_s=0.001)
-        async with a_worker(timing=timing) as server:
-            async with RouterSide(server) as first:
+        async with running_worker(timing=timing) as server:
+            async with FakeRouter(server) as first:
                 await first.submit(1)
                 await first.finish(1)
                 told = [frame for frame in first.frames if frame.HasField("steps")]
                 assert told[0] is next(x for x in first.frames if deltas_of(x))
-            async with RouterSide(server) as second:
+            async with FakeRouter(server) as second:
                 await second.until(lambda: second.frames)
                 steps = moments_from_pb(second.frames[0].steps)
             assert steps.prefill.steps == pytest.approx(1, rel=0.5)
@@ -86,7 +92,7 @@ class TestStreams:
             )
 
     async def test_one_frame_a_step_carries_all_streams_of_a_router(self) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
+        async with running_worker() as server, FakeRouter(server) as router:
             # No step is made before all three are there.
             engine_of(server).faults = FakeFaults(stalled=True)
             for stream_id in (1, 2, 3):
@@ -111,32 +117,29 @@ class TestHello:
         ],
         ids=["cancel", "nothing", "no-router-id", "another-instance"],
     )
-    async def test_what_is_not_a_hello_is_refused(self, command: w.Command) -> None:
-        async with a_worker() as server:
-            router = RouterSide(server)
+    async def test_an_invalid_hello_is_refused(self, command: w.Command) -> None:
+        async with running_worker() as server:
+            router = FakeRouter(server)
             await router.open()
             await router.send(command)
             assert code_of(await router.ended) == "invalid_value"
             await router.close()
 
-    async def test_a_peer_without_a_hello_gets_little_room(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(service, "_MAX_STRANGERS", 1)
-        async with a_worker() as server:
-            first, second = RouterSide(server), RouterSide(server)
-            await first.open()
-            await second.open()
-            await second.ended
-            await first.submit(1, tokens=range(10_000))
-            assert code_of(await first.ended) == "invalid_value"
-            for router in (first, second):
+    async def test_connections_without_a_hello_are_bounded(self) -> None:
+        async with running_worker() as server:
+            routers = [FakeRouter(server) for _ in range(MAX_STRANGERS + 1)]
+            for router in routers:
+                await router.open()
+            await routers[-1].ended
+            await routers[0].submit(1, tokens=range(10_000))
+            assert code_of(await routers[0].ended) == "invalid_value"
+            for router in routers:
                 await router.close()
 
     async def test_a_router_that_attaches_anew_takes_the_place_of_its_older_stream(self) -> None:
-        async with a_worker() as server, RouterSide(server, "same") as older:
+        async with running_worker() as server, FakeRouter(server, "same") as older:
             await older.begin(1)
-            async with RouterSide(server, "same") as newer:
+            async with FakeRouter(server, "same") as newer:
                 assert code_of(await older.ended) == "unavailable"
                 await newer.submit(1)
                 assert len(token_ids(await newer.finish(1))) == PLAIN.max_tokens
@@ -158,7 +161,7 @@ class TestRefusals:
     async def test_a_phase_that_the_role_does_not_take_is_refused(
         self, role: Role, phase: dict[str, Any], field: str
     ) -> None:
-        async with a_worker(role) as server, RouterSide(server) as router:
+        async with running_worker(role) as server, FakeRouter(server) as router:
             await router.submit(1, **phase)
             assert error_of(await router.finish(1)) == ("invalid_value", field)
             await router.submit(2)
@@ -188,14 +191,14 @@ class TestRefusals:
             "aggregated": w.AggregatedPhase(),
             **change,
         }
-        async with a_worker() as server, RouterSide(server) as router:
+        async with running_worker() as server, FakeRouter(server) as router:
             await router.submit(9, replace(PLAIN, max_tokens=50))
             await router.send(w.Command(submit=w.Submit(**values)))
             assert error_of(await router.finish(1)) == ("invalid_value", field)
             assert len(token_ids(await router.finish(9))) == 50
 
     async def test_a_stream_id_that_is_in_use_ends_with_an_error(self) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
+        async with running_worker() as server, FakeRouter(server) as router:
             engine_of(server).faults = FakeFaults(stalled=True)
             await router.submit(1, LONG)
             await router.submit(1, LONG)
@@ -204,7 +207,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("command", [w.Command(), w.Command(hello=w.Hello(router_id="r"))])
     async def test_a_command_of_no_request_ends_the_stream(self, command: w.Command) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
+        async with running_worker() as server, FakeRouter(server) as router:
             await router.submit(1, LONG)
             await router.send(command)
             assert code_of(await router.ended) == "invalid_value"
@@ -212,7 +215,7 @@ class TestRefusals:
     async def test_an_engine_that_raises_costs_one_request(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
+        async with running_worker() as server, FakeRouter(server) as router:
             with monkeypatch.context() as patch:
                 patch.setattr(FakeEngine, "submit", lambda *_: 1 / 0)
                 await router.submit(1)
@@ -225,8 +228,8 @@ class TestStatusAndDrain:
     async def test_drain_lets_streams_end_and_refuses_those_of_routers_that_know(self) -> None:
         registry, step = FakeRegistry(), FakeSettings(step_s=0.002)
         async with (
-            a_worker(registry=registry, timing=step) as server,
-            RouterSide(server) as router,
+            running_worker(registry=registry, timing=step) as server,
+            FakeRouter(server) as router,
         ):
             await router.submit(1, replace(PLAIN, max_tokens=40))
             await router.until(lambda: router.deltas.get(1))
@@ -246,12 +249,10 @@ class TestStatusAndDrain:
             assert len(token_ids(await router.finish(2))) == PLAIN.max_tokens
             assert (await drain).drained
 
-    async def test_a_router_that_does_not_answer_holds_up_no_drain(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(service, "ANNOUNCE_S", 0.05)
-        registry = FakeRegistry()
-        async with a_worker(registry=registry) as server, RouterSide(server) as router:
+    async def test_a_router_that_does_not_answer_holds_up_no_drain(self) -> None:
+        registry, timing = FakeRegistry(), DrainTiming(announce_s=0.05)
+        worker = running_worker(registry=registry, drain_timing=timing)
+        async with worker as server, FakeRouter(server) as router:
             registry.answers.clear()
             assert (await router.drain(WAIT_S)).drained
             await router.submit(1)
@@ -259,7 +260,7 @@ class TestStatusAndDrain:
             registry.answers.set()
 
     async def test_drain_waits_for_held_blocks(self) -> None:
-        async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
+        async with running_worker(Role.PREFILL) as server, FakeRouter(server) as router:
             await router.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
             await router.finish(1)
             drain = asyncio.create_task(router.drain(WAIT_S))
@@ -271,11 +272,9 @@ class TestStatusAndDrain:
             await router.cancel(1)
             assert await drain == w.DrainResponse(drained=True, ledger=w.KvLedger())
 
-    async def test_drain_gives_up_held_blocks_that_nobody_takes_in_time(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(service, "MOVE_S", 0.05)
-        async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
+    async def test_drain_frees_held_blocks_that_are_not_fetched_in_time(self) -> None:
+        worker = running_worker(Role.PREFILL, drain_timing=DrainTiming(move_s=0.05))
+        async with worker as server, FakeRouter(server) as router:
             await router.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
             await router.finish(1)
             reply = await router.drain(0.0)
@@ -287,33 +286,31 @@ class TestStatusAndDrain:
             assert not (await router.status()).draining
 
     @pytest.mark.parametrize("timeout_s", [WAIT_S, 0.0], ids=["waits", "moves"])
-    async def test_a_drain_that_is_taken_back_ends_at_once(
-        self, timeout_s: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(service, "MOVE_S", WAIT_S)
-        async with a_worker() as server, RouterSide(server) as router:
+    async def test_an_undone_drain_ends_at_once(self, timeout_s: float) -> None:
+        worker = running_worker(drain_timing=DrainTiming(move_s=WAIT_S))
+        async with worker as server, FakeRouter(server) as router:
             await router.begin(1)
-            drain = asyncio.create_task(router.drain(timeout_s))
-            worker = server.service
+            draining = asyncio.create_task(router.drain(timeout_s))
+            intake = server.intake
             async with asyncio.timeout(WAIT_S):
-                while not worker.is_draining or worker.is_moving == bool(timeout_s):
+                while not intake.is_draining or intake.is_moving == bool(timeout_s):
                     await router.status()
             await server.undrain()
-            assert not (await drain).drained
+            assert not (await draining).drained
             await router.cancel(1)
 
     async def test_a_drain_time_that_makes_no_sense_is_refused(self) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
+        async with running_worker() as server, FakeRouter(server) as router:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await router.drain(float("nan"))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 class TestCancels:
-    """Whoever goes away, however: the worker ends with no stream, no block and no task."""
+    """The worker holds no stream, block or task, whoever disconnects."""
 
-    async def test_a_cancelled_stream_says_no_more_and_the_others_go_on(self) -> None:
-        async with a_worker(timing=SLOW) as server, RouterSide(server) as router:
+    async def test_a_cancelled_stream_sends_nothing_more_and_others_continue(self) -> None:
+        async with running_worker(timing=SLOW) as server, FakeRouter(server) as router:
             await router.begin(1)
             await router.submit(2, replace(PLAIN, max_tokens=30))
             for stream_id in (1, 1, 99):
@@ -324,8 +321,8 @@ class TestCancels:
 
     async def test_a_worker_that_stops_with_work_open_ends_the_streams(self) -> None:
         registry = FakeRegistry()
-        async with a_worker(registry=registry, timing=SLOW) as server:
-            async with RouterSide(server) as router:
+        async with running_worker(registry=registry, timing=SLOW) as server:
+            async with FakeRouter(server) as router:
                 await router.begin(1)
                 await server.stop()
                 await router.ended
@@ -334,51 +331,58 @@ class TestCancels:
 
 
 @pytest.fixture
-async def prefill() -> AsyncIterator[WorkerService]:
-    worker = WorkerService(fake_engine("e"), Role.PREFILL, "e")
+async def prefill() -> AsyncIterator[tuple[Intake, DrainManager]]:
+    intake = Intake(Role.PREFILL)
+    worker = WorkerService(fake_engine("e"), intake, "e")
+    drains = DrainManager(intake, worker, Registrations(()))
     await worker.start()
-    yield worker
+    yield intake, drains
+    drains.close()
     await worker.close()
 
 
 class TestRole:
-    async def test_a_role_that_is_kept_or_not(self, prefill: WorkerService) -> None:
-        assert await prefill.change_role(Role.DECODE, 1.0) == 0
-        assert (prefill.role, prefill.role_state) == (Role.DECODE, RoleState.PROVING)
-        assert prefill.is_draining
-        assert prefill.settle_role(keep=True)
-        assert (prefill.role, prefill.role_state) == (Role.DECODE, RoleState.SERVING)
-        await prefill.change_role(Role.PREFILL, 1.0)
-        assert prefill.settle_role(keep=False)
-        assert (prefill.role, prefill.role_state) == (Role.DECODE, RoleState.SERVING)
-        assert not prefill.settle_role(keep=True)
+    async def test_a_role_change_is_kept_or_undone(
+        self, prefill: tuple[Intake, DrainManager]
+    ) -> None:
+        intake, drains = prefill
+        assert await drains.change_role(Role.DECODE, 1.0) == 0
+        assert (intake.role, intake.role_state) == (Role.DECODE, RoleChangeState.PROVING)
+        assert intake.is_draining
+        assert drains.settle_role(keep=True)
+        assert (intake.role, intake.role_state) == (Role.DECODE, RoleChangeState.SERVING)
+        await drains.change_role(Role.PREFILL, 1.0)
+        assert drains.settle_role(keep=False)
+        assert (intake.role, intake.role_state) == (Role.DECODE, RoleChangeState.SERVING)
+        assert not drains.settle_role(keep=True)
 
-    async def test_a_change_that_cannot_be_is_refused(self, prefill: WorkerService) -> None:
+    async def test_a_change_that_cannot_be_is_refused(
+        self, prefill: tuple[Intake, DrainManager]
+    ) -> None:
+        _, drains = prefill
         for role in (Role.PREFILL, Role.AGGREGATED):
             with pytest.raises(InvalidRequest):
-                await prefill.change_role(role, 1.0)
-        changing = asyncio.create_task(prefill.change_role(Role.DECODE, 1.0))
+                await drains.change_role(role, 1.0)
+        changing = asyncio.create_task(drains.change_role(Role.DECODE, 1.0))
         await asyncio.sleep(0)
         with pytest.raises(Unavailable):
-            await prefill.change_role(Role.DECODE, 1.0)
+            await drains.change_role(Role.DECODE, 1.0)
         await changing
 
-    async def test_a_role_that_nobody_settles_is_given_up(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(service, "SETTLE_S", 0.05)
-        async with Cluster(prefill=2, decode=1) as cluster:
+    async def test_an_unsettled_role_change_is_undone(self) -> None:
+        timing = DrainTiming(settle_s=0.05)
+        async with Cluster(prefill=2, decode=1, drain_timing=timing) as cluster:
             worker = cluster.workers["prefill-0"]
-            await worker.service.change_role(Role.DECODE, 1.0)
+            await worker.drains.change_role(Role.DECODE, 1.0)
             assert worker.info.role is Role.DECODE
-            await cluster.until(lambda: worker.service.role_state is RoleState.SERVING)
+            await wait_until(lambda: worker.intake.role_state is RoleChangeState.SERVING)
             await cluster.until_state("prefill-0", "ready")
             assert worker.info.role is Role.PREFILL
 
 
 class TestFailures:
-    async def test_a_dead_engine_ends_every_stream_and_is_told(self) -> None:
-        async with a_worker(timing=SLOW) as server, RouterSide(server) as router:
+    async def test_a_dead_engine_ends_every_stream_and_is_reported(self) -> None:
+        async with running_worker(timing=SLOW) as server, FakeRouter(server) as router:
             await router.begin(1)
             engine_of(server).crash()
             assert error_of(await router.finish(1))[0] == "worker_failed"
@@ -386,12 +390,9 @@ class TestFailures:
             await router.submit(2)
             assert error_of(await router.finish(2))[0] == "unavailable"
 
-    async def test_a_router_that_does_not_read_is_dropped_and_its_work_cancelled(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(framing, "MAX_UNSENT_BYTES", 1 << 14)
-        async with a_worker() as server:
-            deaf = RouterSide(server, "deaf")
+    async def test_a_router_that_does_not_read_is_dropped_and_its_work_cancelled(self) -> None:
+        async with running_worker(max_unsent_bytes=1 << 14) as server:
+            deaf = FakeRouter(server, "deaf")
             await deaf.open()
             await deaf.hello(server.instance_id)
             await deaf.until(lambda: deaf.frames)
@@ -399,10 +400,65 @@ class TestFailures:
             engine_of(server).faults = FakeFaults(stalled=True)
             for stream_id in range(50):
                 await deaf.submit(stream_id, replace(LONG, logprobs=20))
-            async with RouterSide(server, "listening") as router:
+            async with FakeRouter(server, "listening") as router:
                 await router.until_open(50)
                 engine_of(server).faults = FakeFaults()
                 await router.until_empty()
                 await router.submit(1)
                 assert len(token_ids(await router.finish(1))) == PLAIN.max_tokens
             await deaf.close()
+
+
+CHAT = w.ChatPrompt(
+    messages_json='[{"role": "user", "content": [{"type": "text", "text": "what is"},'
+    ' {"type": "image"}, {"type": "text", "text": "?"}]}]'
+)
+IMAGES = FakeSettings(max_images=2)
+
+
+async def test_a_rendered_image_decides_the_answer() -> None:
+    async with running_worker(timing=IMAGES) as server, FakeRouter(server) as router:
+        answers = []
+        for number, data in enumerate((b"\x89PNG red", b"\x89PNG blue", b"\x89PNG red")):
+            image = w.EncodedImage(data=data)
+            rendered = await router.render(w.RenderRequest(chat=CHAT, images=[image]))
+            media = rendered.media
+            await router.submit(number, tokens=rendered.prompt_token_ids, media=media)
+            answers.append(token_ids(await router.finish(number)))
+            placeholder = rendered.prompt_token_ids[media[0].offset :][: media[0].length]
+            assert set(placeholder) == {IMAGE_TOKEN}
+    assert answers[0] == answers[2] != answers[1]
+
+
+@pytest.mark.parametrize(
+    ("images", "field"),
+    [
+        ([b"GIF89a", b"text"], "images[1]"),
+        ([b"GIF89a"], "images"),
+        ([b"GIF89a"] * 3, "images"),
+    ],
+)
+async def test_a_prompt_whose_images_do_not_fit_is_refused(images: list[bytes], field: str) -> None:
+    request = w.RenderRequest(
+        text="<image> and <image>", images=[w.EncodedImage(data=x) for x in images]
+    )
+    async with running_worker(timing=IMAGES) as server, FakeRouter(server) as router:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.render(request)
+    error = rpc.error_from_rpc(caught.value)
+    assert (caught.value.code(), error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+@pytest.mark.parametrize(
+    ("timing", "data", "code"),
+    [(IMAGES, b"", "transfer_failed"), (FakeSettings(), b"pixels", "invalid_value")],
+)
+async def test_media_that_the_engine_cannot_compute_are_refused(
+    timing: FakeSettings, data: bytes, code: str
+) -> None:
+    item = w.MediaItem(modality="image", hash="h", length=2, data=data)
+    async with running_worker(timing=timing) as server, FakeRouter(server) as router:
+        await router.submit(1, tokens=[3, 3, 20], media=[item])
+        (last,) = await router.finish(1)
+    assert last.error is not None
+    assert (last.error.code, last.error.field) == (code, "media")

@@ -28,6 +28,11 @@ def test_a_model_alone_has_vllms_addresses_and_name() -> None:
     assert config.worker.engine_args == {}
 
 
+def test_a_directory_has_the_last_part_of_its_path_as_name_and_vllms_as_alias() -> None:
+    names = config_of("/models/llama-8b").worker.served_names
+    assert names == ("llama-8b", "/models/llama-8b")
+
+
 def test_flags_of_the_server_are_keys_of_the_router() -> None:
     config = config_of(
         "m --host ::1 --port 9000 --api-key one two --served-model-name a b --revision v2 "
@@ -95,7 +100,7 @@ def test_a_token_of_the_hub_stays_out_of_the_configuration() -> None:
         ("--max-num-seqs 4", "MODEL is required"),
     ],
 )
-def test_what_is_wrong_is_named_in_vllms_words(line: str, message: str) -> None:
+def test_an_invalid_flag_is_refused_with_vllms_message(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_line(line)
     assert message in caught.value.message

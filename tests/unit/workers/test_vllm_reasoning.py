@@ -38,7 +38,7 @@ class Grammar:
 
 
 class Request:
-    """What continuations use of vLLM's request."""
+    """The part of vLLM's request that continuations use."""
 
     def __init__(self, *, is_gated: bool) -> None:
         self.request_id = "r"

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kv_transfer.settings import SLOT_BYTES, SLOTS, from_extra_config
-from pdserve.config import AccessConfig, KvConfig, TlsConfig
+from kv_transfer.settings import SLOT_BYTES, SLOTS, ConnectorConfig
+from pdserve.config import AccessConfig, KvConfig, TiersConfig, TlsConfig, WorkerConfig
 from pdserve.errors import ConfigError
-from workers.engines import connector_config
-from workers.vllm.settings import KvSettings, cpu_cache_bytes, memory_left_to_kv
+from pdserve.types import Role
+from workers.engines import vllm_settings
+from workers.vllm.settings import cpu_cache_bytes, memory_left_to_kv
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 HELD = 4 * (16 << 20) + 2 * SLOTS * SLOT_BYTES + 100  # scratch, slots, communicators
-KV = KvSettings("instance_id", {"transports": ["nccl"], "nccl_budget_bytes": 100})
+KV = ConnectorConfig(transports=("nccl",), nccl_budget_bytes=100)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ KV = KvSettings("instance_id", {"transports": ["nccl"], "nccl_budget_bytes": 100
         ({"kv_cache_memory_bytes": 1}, {}),
     ],
 )
-def test_what_transports_may_hold_is_not_given_to_the_kv_cache(
+def test_memory_of_transports_is_not_given_to_the_kv_cache(
     args: dict[str, object], left: dict[str, float]
 ) -> None:
     assert memory_left_to_kv(KV, args, HELD * 10 // 3, 0.9) == left
@@ -37,7 +38,7 @@ def test_what_transports_may_hold_is_not_given_to_the_kv_cache(
 def test_transports_that_leave_nothing_to_the_kv_cache_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"bytes, which are more than 0\.90 of a GPU"):
         memory_left_to_kv(KV, {}, HELD, 0.9)
-    assert memory_left_to_kv(KvSettings("instance_id", connector="nixl"), {}, 300, 0.9) == {}
+    assert memory_left_to_kv(ConnectorConfig(connector="nixl"), {}, 300, 0.9) == {}
 
 
 def test_a_cpu_cache_is_a_share_of_the_memory_and_no_more_than_contexts_need(
@@ -59,12 +60,25 @@ def test_a_cpu_cache_is_a_share_of_the_memory_and_no_more_than_contexts_need(
 
 
 def test_kv_links_are_authenticated_as_the_worker_is() -> None:
-    """Files are named, not read: no secret stands in a configuration that may be logged."""
+    """The configuration names files, because it may be logged."""
     tls = TlsConfig(cert_file="worker.pem", key_file="worker.key", ca_file="ca.pem")
     access = AccessConfig(tls=tls, worker_token_file="token")
-    settings = from_extra_config(connector_config(KvConfig(), access))
+    settings = vllm_settings(WorkerConfig(role=Role.PREFILL, access=access)).kv
+    assert settings is not None
     assert settings.token_file == "token"
     files = (settings.tls_cert_file, settings.tls_key_file, settings.tls_ca_file)
     assert files == ("worker.pem", "worker.key", "ca.pem")
-    open_to_all = from_extra_config(connector_config(KvConfig(), AccessConfig()))
+    open_to_all = vllm_settings(WorkerConfig(role=Role.PREFILL)).kv
+    assert open_to_all is not None
     assert (open_to_all.token_file, open_to_all.tls_cert_file) == ("", "")
+
+
+def test_the_kv_plane_has_the_keys_of_the_worker_and_tiers_are_apart() -> None:
+    keys: dict[str, Any] = {"lease_s": 7.0, "transports": ("tcp",), "chunk_bytes": 1 << 20}
+    keys |= {"nccl_max_ctas": 8, "nccl_budget_bytes": 1 << 30, "receive_timeout_s": 9.0}
+    keys |= {"handshake_timeout_s": 3.0, "send_timeout_s": 4.0, "preempt_timeout_s": 5.0}
+    kv = KvConfig(**keys, tiers=TiersConfig(host_gib=1.0))
+    settings = vllm_settings(WorkerConfig(role=Role.PREFILL, kv=kv), "instance")
+    assert settings.kv == ConnectorConfig(**keys)
+    assert (settings.tiers.host_gib, settings.instance_id) == (1.0, "instance")
+    assert vllm_settings(WorkerConfig(kv=kv), "instance").kv is None

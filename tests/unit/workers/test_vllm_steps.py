@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.step_moments import StepShape
+from pdserve.observe.step_costs import StepShape
 from pdserve.types import WorkerLoad
-from workers.accounting import BusyTime, StepWork
+from workers.metering.accounting import BusyTime, StepWork
 from workers.vllm.steps import COLD_STEPS, UNKNOWN_S, IdleSteps, StepWatch, work_of
 
 
@@ -20,7 +20,8 @@ def output(
     cached: dict[str, int] | None = None,
     guessed: tuple[str, ...] = (),
 ) -> Any:
-    """A SchedulerOutput: tokens scheduled by request, and computed ones of new and known ones."""
+    """Return a SchedulerOutput with scheduled tokens by request, and computed tokens of new and
+    known requests."""
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
@@ -44,7 +45,8 @@ class Scheduler:
         self.seen: list[tuple[StepShape, float]] = []
         busy = BusyTime()
         busy.step = self._observe  # type: ignore[method-assign]
-        self.watch = StepWatch(self, busy, lambda: self.now)
+        self.layers_done: int | None = None
+        self.watch = StepWatch(self, busy, self, lambda: self.now)
 
     def schedule(self, _throttle: bool = False) -> Any:
         return self.next
@@ -65,7 +67,7 @@ class Scheduler:
         return self.watch.add_to(WorkerLoad(0, 0, 0.0, 10), has_more=False)
 
     def begin(self, *, tokens: int = 8) -> WorkerLoad:
-        """Begins a step, and returns the load in it."""
+        """Begin a step. Return its load."""
         self.watch.begin(has_work=True)
         self.next = output({"a": tokens}, new={"a": 0})
         self.schedule()
@@ -84,8 +86,8 @@ def scheduler() -> Scheduler:
 
 @pytest.fixture
 def warm(scheduler: Scheduler) -> Scheduler:
-    """Past the steps in which code may be compiled, the last of which took half a second."""
-    scheduler.watch.sees_layers = True
+    """Skip the steps that may compile code; the last one took half a second."""
+    scheduler.layers_done = 0
     for _ in range(COLD_STEPS):
         assert scheduler.begin().step_allowance_s == UNKNOWN_S
         scheduler.end(0.5)
@@ -93,7 +95,7 @@ def warm(scheduler: Scheduler) -> Scheduler:
     return scheduler
 
 
-def test_a_step_is_told_by_what_it_computes() -> None:
+def test_a_step_is_classified_by_what_it_computes() -> None:
     work = work_of(
         output({"a": 64, "b": 1, "c": 3, "d": 16}, new={"a": 0}, cached={"b": 40, "c": 9, "d": 32},
                guessed=("c",))
@@ -103,7 +105,7 @@ def test_a_step_is_told_by_what_it_computes() -> None:
     assert work.shape == StepShape(80, pairs, 64, decode_reqs=2, decode_kv_tokens=49)
 
 
-def test_what_passes_between_steps_counts_only_while_requests_run(scheduler: Scheduler) -> None:
+def test_time_between_steps_counts_only_while_requests_run(scheduler: Scheduler) -> None:
     scheduler.step(output({"a": 8}, new={"a": 0}), 0.5)
     scheduler.running = ["a"]
     scheduler.now += 0.125
@@ -128,7 +130,7 @@ def test_steps_on_their_way_together_come_out_in_order(scheduler: Scheduler) -> 
 
 def test_steps_and_layers_count_and_looking_after_transfers_does_not(warm: Scheduler) -> None:
     before = warm.begin().progress
-    warm.watch.tick()
+    warm.layers_done = 1
     assert warm.load().progress == before + 1
     warm.end(1.0)
     warm.begin()
@@ -160,12 +162,12 @@ def test_more_tokens_than_ever_or_an_engine_without_layers_may_take_long(warm: S
     warm.end(0.5)
     assert warm.begin().step_allowance_s == 0.5
     warm.end(0.5)
-    warm.watch.sees_layers = False
+    warm.layers_done = None
     assert warm.begin().step_allowance_s == UNKNOWN_S
 
 
 def test_steps_in_flight_are_seen_before_the_thread_sleeps() -> None:
-    """The step after a wake returns what the one before it found: nothing."""
+    """The step after a wake returns the result of the previous one, which is empty."""
     synchronous, queued = IdleSteps(in_flight=1), IdleSteps(in_flight=2)
     assert synchronous.after_step(computed=False)
     for _ in range(2):  # asleep, and woken

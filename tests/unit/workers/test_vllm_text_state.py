@@ -1,8 +1,6 @@
-"""Text and logprobs made by two engines, one after the other, are those of one.
-
-The reference is vLLM's own per-request state, fed token by token; against it stand a first state
-that ends at the split, and a second that is fed what the first had and goes on.
-"""
+"""Text and logprobs made by two engines in turn are those of one. The reference is vLLM's own state
+of a request, fed token by token. The first engine's state ends at the split; the second
+continues from its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.models import EOS
+from tests.support.tiny_models import EOS
 from workers.engine import AggregatedPhase, Work
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ TEXTS = {
 
 @dataclass(slots=True)
 class Vllm:
-    """vLLM's pieces, imported late: they need its environment."""
+    """vLLM's classes, imported late because they need its environment."""
 
     tokenizer: Any
     RequestState: Any
@@ -85,7 +83,7 @@ def vllm(tiny_model: Path) -> Vllm:
 
 @dataclass(slots=True)
 class Output:
-    """What was sent, and how it ended."""
+    """The deltas sent, and the end of the answer."""
 
     text: str = ""
     token_texts: list[str] = field(default_factory=list)
@@ -136,7 +134,7 @@ def splits(vllm: Vllm, tokens: Sequence[int], settings: tuple[Any, ...]) -> None
 def sent_before(
     vllm: Vllm, head: Sequence[int], settings: tuple[Any, ...], *, cut_off: bool
 ) -> Output:
-    """The first engine's part: it ended as prefill work does, or it broke off in mid answer."""
+    """Return the first engine's part, which ended as a prefill does or broke off."""
     state = vllm.state(*settings)
     if not cut_off:
         return generate(state, head, goes_on=True)

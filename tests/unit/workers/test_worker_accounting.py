@@ -1,5 +1,5 @@
-"""Shares of steps add up to their duration, joules to what was counted, and accounts to the time
-that the worker was there."""
+"""Shares of steps add up to their duration, joules to the counter, and accounts to the worker's
+time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import IDLE
-from workers.accounting import BusyTime, EnergyMeter, StepWork, WorkerAccount
-from workers.energy import Unmeasured, rapl_counter
+from workers.metering.accounting import BusyTime, EnergyMeter, StepWork, WorkerAccount
+from workers.metering.energy import Unmeasured, rapl_counter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,7 +117,7 @@ def test_joules_follow_the_seconds_of_requests() -> None:
     assert account.claim(4.0, 1).energy_j["cancelled"] == pytest.approx(300.0)
 
 
-def test_without_a_meter_no_joules_are_told() -> None:
+def test_without_a_meter_no_joules_are_reported() -> None:
     account = WorkerAccount(busy_with(1), 0.0)
     assert account.settle(1)[1] is None
     assert account.claim(4.0, 1).energy_j == {}

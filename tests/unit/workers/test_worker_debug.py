@@ -8,10 +8,10 @@ import aiohttp
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve import rpc
+from pdserve.net import rpc
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
-from tests.unit.workers.router_side import MODEL, PLAIN, WAIT_S, FakeRegistry, RouterSide, a_worker
+from tests.support.fake_router import MODEL, PLAIN, WAIT_S, FakeRegistry, FakeRouter, running_worker
 from workers.fake.engine import FakeEngine
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ async def get(server: WorkerServer, path: str, method: str = "GET") -> tuple[int
 
 
 async def test_a_pinned_block_is_shown_until_it_is_given_up() -> None:
-    async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
+    async with running_worker(Role.PREFILL) as server, FakeRouter(server) as router:
         await router.submit(1, PLAIN, prefill=w.PrefillPhase(transfer_id="t-7"))
         await router.finish(1)
         status, shown = await get(server, "/debug/kv")
@@ -53,8 +53,8 @@ async def test_a_pinned_block_is_shown_until_it_is_given_up() -> None:
         assert shown["ledger"]["pinned_blocks"] == 0
 
 
-async def test_a_worker_without_kv_says_so() -> None:
-    async with a_worker(engine=FakeEngine(MODEL)) as server:
+async def test_a_worker_without_kv_reports_it() -> None:
+    async with running_worker(engine=FakeEngine(MODEL)) as server:
         status, shown = await get(server, "/debug/kv")
         assert (status, shown["kv"], shown["ranks"]) == (200, None, [])
         _, text = await get(server, "/metrics")
@@ -63,7 +63,7 @@ async def test_a_worker_without_kv_says_so() -> None:
 
 
 async def test_health_and_readiness_follow_drain_and_death() -> None:
-    async with a_worker(Role.PREFILL) as server:
+    async with running_worker(Role.PREFILL) as server:
         assert await get(server, "/healthz") == (200, {"status": "ok"})
         assert await get(server, "/ready") == (200, {"status": "ready"})
         await server.drain(WAIT_S)
@@ -75,7 +75,7 @@ async def test_health_and_readiness_follow_drain_and_death() -> None:
 
 async def test_a_worker_without_a_router_lives_and_is_not_ready() -> None:
     registry = FakeRegistry(lease_s=0.03)
-    async with a_worker(registry=registry) as server:
+    async with running_worker(registry=registry) as server:
         registry.failure = True
         while server.routers.is_connected:
             await server.routers.changed()
@@ -91,7 +91,7 @@ async def test_a_worker_without_a_router_lives_and_is_not_ready() -> None:
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/debug"), ("POST", "/debug/kv")])
 async def test_nothing_else_is_served(method: str, path: str) -> None:
-    async with a_worker() as server:
+    async with running_worker() as server:
         status, answer = await get(server, path, method)
         assert status == 404
         assert path in answer["error"]

@@ -13,17 +13,17 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from pdserve import rpc
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
+from pdserve.net import rpc
 from pdserve.types import Role
-from tests import processes
-from tests.unit.workers.router_side import (
+from tests.support import processes
+from tests.support.fake_router import (
     LONG,
     WAIT_S,
     FakeRegistry,
-    RouterSide,
-    a_worker,
+    FakeRouter,
+    running_worker,
     worker_config,
 )
 from workers.engines import make_engine
@@ -33,15 +33,17 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from tests.processes import Running
+    from tests.support.processes import RunningProcess
     from workers.vllm.settings import VllmSettings
 
 
 @asynccontextmanager
 async def a_process(
     router: str, role: Role = Role.AGGREGATED, **values: object
-) -> AsyncIterator[Running]:
-    async with processes.a_worker(worker_id="w0", role=role, routers=[router], **values) as running:
+) -> AsyncIterator[RunningProcess]:
+    async with processes.worker_process(
+        worker_id="w0", role=role, routers=[router], **values
+    ) as running:
         yield running
 
 
@@ -53,7 +55,7 @@ async def test_a_signal_drains_it_leaves_the_router_and_exits_with_0() -> None:
         assert facts["address"] == registry.registered[0].address
         child.process.send_signal(signal.SIGINT)
         assert await child.exit_code() == 0
-        assert registry.left == ["w0"]
+        assert (registry.left, registry.failures) == (["w0"], [""])
 
 
 async def test_a_second_signal_ends_the_drain() -> None:
@@ -61,7 +63,7 @@ async def test_a_second_signal_ends_the_drain() -> None:
     slow: dict[str, Any] = {"engine_args": {"step_s": 0.05}, "drain_timeout_s": 10_000.0}
     async with registry.serving() as router, a_process(router, **slow) as child:
         await child.report("ready")
-        async with RouterSide(registry.registered[0]) as client:
+        async with FakeRouter(registry.registered[0]) as client:
             await client.submit(1, LONG)
             await client.until(lambda: client.deltas.get(1))
             child.process.send_signal(signal.SIGTERM)
@@ -79,18 +81,31 @@ async def test_a_refused_registration_exits_with_1_and_the_reason() -> None:
         assert await child.exit_code() == 1
 
 
-async def test_an_engine_that_dies_exits_with_1_and_says_so() -> None:
+async def test_a_worker_with_a_dead_engine_exits_with_1_and_reports_it() -> None:
     registry = FakeRegistry()
     async with (
         registry.serving() as router,
         a_process(router, engine_args={"crash_at_step": 1}) as child,
     ):
         await child.report("ready")
-        async with RouterSide(registry.registered[0]) as client:
+        async with FakeRouter(registry.registered[0]) as client:
             await client.submit(1)
             assert (await client.finish(1))[-1].error is not None
-            assert "the engine died" in await child.report("failed")
+            failure = await child.report("failed")
+            assert "the engine died" in failure
             assert await child.exit_code() == 1
+    assert registry.failures == [failure]
+
+
+async def test_an_engine_that_cannot_compute_never_registers_and_exits_with_the_reason() -> None:
+    registry = FakeRegistry()
+    async with (
+        registry.serving() as router,
+        a_process(router, engine_args={"cannot_compute": True}) as child,
+    ):
+        assert "the engine cannot compute" in await child.report("failed")
+        assert await child.exit_code() == 1
+    assert not registry.registered
 
 
 async def test_a_stop_while_it_waits_for_its_router_exits_with_0() -> None:
@@ -111,8 +126,8 @@ def test_a_configuration_that_cannot_be_served_is_refused_by_name() -> None:
     assert caught.value.field == "engine_args.nonsense"
 
 
-async def test_health_says_serving_until_it_drains() -> None:
-    async with a_worker() as server, rpc.open_channel(server.info.address) as channel:
+async def test_health_is_serving_until_the_drain() -> None:
+    async with running_worker() as server, rpc.open_channel(server.info.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", "pdserve.v1.Worker"):
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
@@ -123,7 +138,7 @@ async def test_health_says_serving_until_it_drains() -> None:
 
 
 async def test_reflection_names_the_worker_service() -> None:
-    async with a_worker() as server, rpc.open_channel(server.info.address) as channel:
+    async with running_worker() as server, rpc.open_channel(server.info.address) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("Any", channel))
         call = stub.ServerReflectionInfo(iter([request]))

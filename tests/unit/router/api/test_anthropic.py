@@ -6,18 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
-from scripted import ANSWER, ANSWER_TEXT
 
 from pdserve.errors import Overloaded, TransferFailed, Unavailable
 from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput, Usage
-from router.answer import AnswerDelta
+from router.request.answer import AnswerDelta
+from tests.support.router_apis import ANSWER, ANSWER_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from scripted import Apis
-
     from pdserve.errors import PdserveError
+    from tests.support.router_apis import RouterApis
 
 MESSAGES = "/v1/messages"
 SAID: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -25,7 +24,7 @@ ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 9, "messages": [SAID]}
 
 
 @pytest.fixture
-async def claude(apis: Apis) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def claude(apis: RouterApis) -> AsyncIterator[anthropic.AsyncAnthropic]:
     async with anthropic.AsyncAnthropic(base_url=apis.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -66,7 +65,7 @@ async def test_a_streamed_message_is_the_whole_one(claude: anthropic.AsyncAnthro
     ],
 )
 async def test_the_reason_of_an_end_has_anthropics_name(
-    apis: Apis,
+    apis: RouterApis,
     claude: anthropic.AsyncAnthropic,
     finish: FinishReason,
     stop: str | int | None,
@@ -117,7 +116,10 @@ async def test_the_reason_of_an_end_has_anthropics_name(
     ],
 )
 async def test_a_conversation_is_rendered_by_the_models_template_and_counted(
-    apis: Apis, token_ids: Callable[[str], tuple[int, ...]], fields: dict[str, Any], rendered: str
+    apis: RouterApis,
+    token_ids: Callable[[str], tuple[int, ...]],
+    fields: dict[str, Any],
+    rendered: str,
 ) -> None:
     status, answer = await apis.post(MESSAGES, {**ASKED, **fields})
     assert status == 200, answer
@@ -128,7 +130,9 @@ async def test_a_conversation_is_rendered_by_the_models_template_and_counted(
     assert counted == (200, {"input_tokens": len(expected)})
 
 
-async def test_sampling_reaches_the_generator(apis: Apis, claude: anthropic.AsyncAnthropic) -> None:
+async def test_sampling_reaches_the_generator(
+    apis: RouterApis, claude: anthropic.AsyncAnthropic
+) -> None:
     await claude.messages.create(
         **ASKED,
         stop_sequences=["."],
@@ -163,7 +167,7 @@ async def test_sampling_reaches_the_generator(apis: Apis, claude: anthropic.Asyn
     ],
 )
 async def test_a_bad_field_is_named_in_anthropics_error(
-    apis: Apis, fields: dict[str, Any], named: str
+    apis: RouterApis, fields: dict[str, Any], named: str
 ) -> None:
     status, answer = await apis.post(MESSAGES, {**ASKED, **fields})
     assert status == 400
@@ -180,7 +184,7 @@ async def test_a_bad_field_is_named_in_anthropics_error(
     ],
 )
 async def test_a_refusal_has_the_status_and_the_clients_error(
-    apis: Apis,
+    apis: RouterApis,
     claude: anthropic.AsyncAnthropic,
     refusal: PdserveError,
     kind: type[anthropic.APIStatusError],
@@ -195,7 +199,7 @@ async def test_a_refusal_has_the_status_and_the_clients_error(
 
 
 async def test_a_stream_that_fails_ends_with_an_error_event(
-    apis: Apis, claude: anthropic.AsyncAnthropic
+    apis: RouterApis, claude: anthropic.AsyncAnthropic
 ) -> None:
     apis.generator.script = (ANSWER[0], TransferFailed("lost"))
     with pytest.raises(anthropic.APIStatusError, match="lost"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -14,13 +13,15 @@ import pytest
 
 from pdserve.config import RouterAccessConfig, RouterConfig, TenantConfig
 from pdserve.security.keys import hash_key
-from router.api import console
+from router.api.console.http import MAX_VIEWERS
 from router.main import RouterServer
+from tests.support.commands import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
-PAGE = Path(console.__file__).with_name("console_page")
+PAGE = ROOT / "router/api/console/page"
 KEY, OTHER = "pd-an-admin-of-tests", "pd-a-client-of-tests"
 
 
@@ -146,10 +147,11 @@ def test_text_never_becomes_markup() -> None:
         assert "http://" not in text.replace("http://www.w3.org", ""), path.name
 
 
-async def test_only_so_many_pages_are_served_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "MAX_VIEWERS", 1)
-    async with browsing() as http, http.get("/console/events") as first:
-        await first.content.readline()
+async def test_only_so_many_pages_are_served_at_a_time() -> None:
+    async with browsing() as http, AsyncExitStack() as viewers:
+        for _ in range(MAX_VIEWERS):
+            response = await viewers.enter_async_context(http.get("/console/events"))
+            await response.content.readline()
         assert (await hello(http))["status"] == 429
 
 

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from scripted import ANSWER, ANSWER_TEXT, MAX_MODEL_LEN, RECEIPT, TIMEOUT_S, Hold
 
-from pdserve import rpc
 from pdserve.client import ModelCard
 from pdserve.errors import (
     DeadlineExceeded,
@@ -20,7 +18,8 @@ from pdserve.errors import (
     TransferFailed,
     Unavailable,
 )
-from pdserve.tokenizer import ChatMessage
+from pdserve.model.tokenizer import ChatMessage
+from pdserve.net import rpc
 from pdserve.types import (
     Constraint,
     FinishReason,
@@ -34,12 +33,13 @@ from pdserve.types import (
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
-from router.answer import AnswerDelta
+from router.request.answer import AnswerDelta
+from tests.support.router_apis import ANSWER, ANSWER_TEXT, MAX_MODEL_LEN, RECEIPT, TIMEOUT_S, Hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from scripted import Apis
+    from tests.support.router_apis import RouterApis
 
 VALUE, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unknown_parameter"
 TOO_LONG = "context_length_exceeded"
@@ -59,12 +59,15 @@ def ids(*values: int) -> g.GenerateRequest:
 
 
 def says(role: str, content: str = "hi") -> g.GenerateRequest:
-    message = g.ChatMessage(role=role, content=content)
-    return g.GenerateRequest(messages=g.ChatMessages(messages=[message]))
+    return chats(g.ChatMessage(role=role, content=content))
+
+
+def chats(*messages: g.ChatMessage) -> g.GenerateRequest:
+    return g.GenerateRequest(messages=g.ChatMessages(messages=messages))
 
 
 def with_unknown_field(request: g.GenerateRequest) -> g.GenerateRequest:
-    """`request` as a client of later protos would send it, with a field 99."""
+    """Return `request` with the unknown field 99, as a client of later protos would send it."""
     return g.GenerateRequest.FromString(request.SerializeToString() + b"\x98\x06\x01")
 
 
@@ -78,6 +81,9 @@ BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
     (ask(text=""), INVALID, VALUE, "text"),
     (g.GenerateRequest(token_ids=g.TokenIds()), INVALID, VALUE, "token_ids"),
     (g.GenerateRequest(messages=g.ChatMessages()), INVALID, VALUE, "messages"),
+    (chats(*[g.ChatMessage()] * 4097), INVALID, VALUE, "messages"),
+    (chats(g.ChatMessage(tool_calls=[g.ToolCall()] * 4097)), INVALID, VALUE, "messages.tool_calls"),
+    (ask(tools=[g.Tool()] * 513), INVALID, VALUE, "tools"),
     (says("robot"), INVALID, VALUE, "messages[0].role"),
     (says(""), INVALID, VALUE, "messages[0].role"),
     (ids(1, 300), INVALID, VALUE, "token_ids"),
@@ -98,11 +104,11 @@ BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
 ]
 
 
-async def assert_served(apis: Apis) -> None:
+async def assert_served(apis: RouterApis) -> None:
     assert "".join([delta.text async for delta in apis.client.generate("hi")]) == ANSWER_TEXT
 
 
-async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) -> None:
+async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: RouterApis) -> None:
     wrong: list[object] = []
     async with rpc.open_channel(apis.grpc_address) as channel:
         stub = GenerationStub(channel)
@@ -120,7 +126,7 @@ async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) ->
     assert not wrong
 
 
-async def test_answer_comes_delta_by_delta_with_usage_and_receipt(apis: Apis) -> None:
+async def test_answer_comes_delta_by_delta_with_usage_and_receipt(apis: RouterApis) -> None:
     deltas = [delta async for delta in apis.client.generate("hi", request_id="r-1")]
     assert [delta.text for delta in deltas] == [delta.text for delta in ANSWER]
     assert [delta.token_ids for delta in deltas] == [delta.token_ids for delta in ANSWER]
@@ -132,7 +138,7 @@ async def test_answer_comes_delta_by_delta_with_usage_and_receipt(apis: Apis) ->
 
 
 @pytest.mark.parametrize("reason", [None, ".", 7])
-async def test_stop_reason_and_logprobs_arrive(apis: Apis, reason: str | int | None) -> None:
+async def test_stop_reason_and_logprobs_arrive(apis: RouterApis, reason: str | int | None) -> None:
     logprobs = (PositionLogprobs(TokenLogprob(1, "a", -0.5, 1), (TokenLogprob(2, "b", -1, 2),)),)
     apis.generator.script = (
         AnswerDelta((1,), "a", logprobs, FinishReason.STOP, reason, Usage(1, 1), RECEIPT),
@@ -142,7 +148,7 @@ async def test_stop_reason_and_logprobs_arrive(apis: Apis, reason: str | int | N
 
 
 async def test_each_kind_of_prompt_is_tokenised_once_here(
-    apis: Apis, token_ids: Callable[[str], tuple[int, ...]]
+    apis: RouterApis, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
     prompts: list[tuple[Any, tuple[int, ...]]] = [
         ("hi", token_ids("hi")),
@@ -158,7 +164,7 @@ async def test_each_kind_of_prompt_is_tokenised_once_here(
         assert made.sampling == SamplingParams(max_tokens=MAX_MODEL_LEN - len(expected))
 
 
-async def test_sampling_and_order_arrive_as_they_were_given(apis: Apis) -> None:
+async def test_sampling_and_order_arrive_as_they_were_given(apis: RouterApis) -> None:
     sampling = SamplingParams(
         max_tokens=9,
         temperature=0.0,
@@ -177,7 +183,7 @@ async def test_sampling_and_order_arrive_as_they_were_given(apis: Apis) -> None:
     assert (made.sampling, made.priority, made.service_class) == (sampling, -2, batch)
 
 
-async def test_models_are_listed(apis: Apis) -> None:
+async def test_models_are_listed(apis: RouterApis) -> None:
     assert await apis.client.list_models() == [ModelCard("demo", 64, 300)]
 
 
@@ -191,7 +197,7 @@ async def test_models_are_listed(apis: Apis) -> None:
 )
 @pytest.mark.parametrize("before", [(), ANSWER[:1]])
 async def test_error_keeps_class_field_and_retry_after(
-    apis: Apis, error: Any, before: tuple[AnswerDelta, ...]
+    apis: RouterApis, error: Any, before: tuple[AnswerDelta, ...]
 ) -> None:
     apis.generator.script = (*before, error)
     texts: list[str] = []
@@ -210,8 +216,8 @@ async def test_error_keeps_class_field_and_retry_after(
 
 
 @pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("no worker")])
-async def test_who_may_try_again_is_told_when_though_nobody_could_predict_it(
-    apis: Apis, error: Any
+async def test_a_rejection_has_retry_after_even_without_a_prediction(
+    apis: RouterApis, error: Any
 ) -> None:
     apis.generator.script = (error,)
     with pytest.raises(type(error)) as caught:
@@ -220,7 +226,7 @@ async def test_who_may_try_again_is_told_when_though_nobody_could_predict_it(
 
 
 @pytest.mark.parametrize("script", [(Hold.FOR_EVER,), (ANSWER[0], Hold.FOR_EVER)])
-async def test_cancelled_call_leaves_the_answer(apis: Apis, script: tuple[Any, ...]) -> None:
+async def test_cancelled_call_leaves_the_answer(apis: RouterApis, script: tuple[Any, ...]) -> None:
     apis.generator.script = script
 
     async def read() -> None:
@@ -237,7 +243,7 @@ async def test_cancelled_call_leaves_the_answer(apis: Apis, script: tuple[Any, .
         await reader
 
 
-async def test_deadline_of_the_call_is_the_requests(apis: Apis) -> None:
+async def test_deadline_of_the_call_is_the_requests(apis: RouterApis) -> None:
     before = time.monotonic()
     _ = [delta async for delta in apis.client.generate("hi", timeout_s=20.0)]
     _ = [delta async for delta in apis.client.generate("hi")]
@@ -250,7 +256,7 @@ async def test_deadline_of_the_call_is_the_requests(apis: Apis) -> None:
     assert before + TIMEOUT_S <= second <= after + TIMEOUT_S
 
 
-async def test_passed_deadline_ends_the_call_and_leaves_the_answer(apis: Apis) -> None:
+async def test_passed_deadline_ends_the_call_and_leaves_the_answer(apis: RouterApis) -> None:
     apis.generator.script = (Hold.FOR_EVER,)
     # On a slow machine it may pass before the call has come to the generator.
     while not apis.generator.requests:

@@ -7,16 +7,26 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import openai
 import pytest
 from msgspec import structs
-from scripted import (
+
+from pdserve.errors import InternalError, Overloaded, Refusal, TransferFailed, Unavailable
+from pdserve.types import FinishReason, PositionLogprobs, TokenLogprob, Usage
+from router.api.dialects import fields as shared_fields
+from router.api.dialects import openai_writer
+from router.api.dialects.openai_writer import AnswerForm, WholeAnswer
+from router.request.answer import AnswerDelta
+from tests.support.router_apis import (
     ANSWER,
     ANSWER_TEXT,
     CHAT,
     COMPLETIONS,
     CORS_ORIGIN,
+    JSON,
     MAX_MODEL_LEN,
+    MODEL,
     RECEIPT,
     Hold,
     chat,
@@ -24,17 +34,11 @@ from scripted import (
     events,
 )
 
-from pdserve.errors import InternalError, Overloaded, Refusal, TransferFailed, Unavailable
-from pdserve.types import FinishReason, PositionLogprobs, TokenLogprob, Usage
-from router.answer import AnswerDelta
-from router.api import preprocess
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from scripted import Apis
-
     from pdserve.errors import PdserveError
+    from tests.support.router_apis import RouterApis
 
 USAGE = {
     "prompt_tokens": 7,
@@ -45,7 +49,7 @@ USAGE = {
 
 
 def undated(text: str) -> str:
-    """The stream with its one changing value taken out."""
+    """Return the stream without its one changing value."""
     created = events(text)[0]["created"]
     return text.replace(f'"created":{created}', '"created":0')
 
@@ -91,7 +95,7 @@ COMPLETION_STREAM = (
     ],
 )
 async def test_stream_is_this_byte_for_byte(
-    apis: Apis, path: str, body: dict[str, Any], golden: str
+    apis: RouterApis, path: str, body: dict[str, Any], golden: str
 ) -> None:
     headers = {"x-request-id": "7"}
     async with apis.session.post(apis.url + path, json=body, headers=headers) as response:
@@ -100,7 +104,7 @@ async def test_stream_is_this_byte_for_byte(
         assert undated((await response.read()).decode()) == golden
 
 
-async def test_each_chunk_has_the_usage_so_far_if_asked(apis: Apis) -> None:
+async def test_each_chunk_has_the_usage_so_far_if_asked(apis: RouterApis) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = chat(stream=True, stream_options=options)
     async with apis.session.post(apis.url + CHAT, json=body) as response:
@@ -115,7 +119,7 @@ async def test_each_chunk_has_the_usage_so_far_if_asked(apis: Apis) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version"])
-async def test_probes_may_ask_for_the_head_alone(apis: Apis, path: str) -> None:
+async def test_probes_may_ask_for_the_head_alone(apis: RouterApis, path: str) -> None:
     async with apis.session.head(apis.url + path) as response:
         assert (response.status, await response.read()) == (200, b"")
     async with apis.session.get(apis.url + path) as response:
@@ -123,7 +127,7 @@ async def test_probes_may_ask_for_the_head_alone(apis: Apis, path: str) -> None:
         assert await response.json()
 
 
-async def test_whole_chat_answer_has_usage_and_receipt(apis: Apis) -> None:
+async def test_whole_chat_answer_has_usage_and_receipt(apis: RouterApis) -> None:
     status, answer = await apis.post(CHAT, chat(), {"x-request-id": "7"})
     assert status == 200
     assert isinstance(answer.pop("created"), int)
@@ -145,7 +149,7 @@ async def test_whole_chat_answer_has_usage_and_receipt(apis: Apis) -> None:
     }
 
 
-async def test_minted_request_ids_differ_and_are_told(apis: Apis) -> None:
+async def test_generated_request_ids_differ_and_are_returned(apis: RouterApis) -> None:
     ids: set[str] = set()
     for path, body, prefix in ((CHAT, chat(), "chatcmpl-"), (COMPLETIONS, completion(), "cmpl-")):
         for _ in range(2):
@@ -158,7 +162,7 @@ async def test_minted_request_ids_differ_and_are_told(apis: Apis) -> None:
     assert {request.request_id for request in apis.generator.requests} == ids
 
 
-async def test_delta_without_text_makes_no_event(apis: Apis) -> None:
+async def test_delta_without_text_makes_no_event(apis: RouterApis) -> None:
     apis.generator.script = (ANSWER[0], AnswerDelta(token_ids=(11,)), ANSWER[2])
     chunks = events(await apis.stream(CHAT, chat(stream=True)))
     texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks[:-1]]
@@ -166,7 +170,7 @@ async def test_delta_without_text_makes_no_event(apis: Apis) -> None:
 
 
 async def test_official_client_completes_text_and_token_ids(
-    apis: Apis, official: openai.AsyncOpenAI, token_ids: Callable[[str], tuple[int, ...]]
+    apis: RouterApis, official: openai.AsyncOpenAI, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
     whole = await official.completions.create(model="demo", prompt="hi")
     assert whole.choices[0].text == ANSWER_TEXT
@@ -186,20 +190,20 @@ async def test_official_client_lists_models(official: openai.AsyncOpenAI) -> Non
 
 
 async def test_official_client_names_an_adapter_as_its_model(
-    apis: Apis, official: openai.AsyncOpenAI
+    apis: RouterApis, official: openai.AsyncOpenAI
 ) -> None:
     body = {"lora_name": "red", "lora_path": "/red"}
     async with apis.session.post(f"{apis.url}/v1/load_lora_adapter", json=body) as response:
         assert response.status == 200
     demo, red = [model.model_extra async for model in official.models.list()]
-    assert red == {"parent": "demo", "root": "/red", **demo}
+    assert red == {"parent": "demo", **demo}  # and no path
     answer = await official.completions.create(model="red", prompt=[5, 6, 7])
     assert answer.model == "red"
     (request,) = apis.generator.requests
     assert (request.model, request.adapter_key) == ("demo", "red@d1")
 
 
-async def test_health_readiness_and_metrics(apis: Apis) -> None:
+async def test_health_readiness_and_metrics(apis: RouterApis) -> None:
     async def get(path: str) -> tuple[int, str]:
         async with apis.session.get(apis.url + path) as response:
             return response.status, await response.text()
@@ -227,7 +231,7 @@ LOGPROBS_SCRIPT = (
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat_logprobs_have_bytes_and_alternatives(apis: Apis, stream: bool) -> None:
+async def test_chat_logprobs_have_bytes_and_alternatives(apis: RouterApis, stream: bool) -> None:
     apis.generator.script = LOGPROBS_SCRIPT
     body = chat(logprobs=True, top_logprobs=2, stream=stream)
     if stream:
@@ -258,7 +262,7 @@ async def test_chat_logprobs_have_bytes_and_alternatives(apis: Apis, stream: boo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_completion_logprobs_are_parallel_lists(apis: Apis, stream: bool) -> None:
+async def test_completion_logprobs_are_parallel_lists(apis: RouterApis, stream: bool) -> None:
     apis.generator.script = LOGPROBS_SCRIPT
     body = completion(logprobs=2, stream=stream)
     if stream:
@@ -287,7 +291,7 @@ async def test_completion_logprobs_are_parallel_lists(apis: Apis, stream: bool) 
     ],
 )
 async def test_wrong_path_or_method(
-    apis: Apis, method: str, path: str, status: int, code: str
+    apis: RouterApis, method: str, path: str, status: int, code: str
 ) -> None:
     async with apis.session.request(method, apis.url + path, data=b"{}") as response:
         answer = json.loads(await response.read())
@@ -303,7 +307,7 @@ async def test_wrong_path_or_method(
         ({"content-encoding": "gzip"}, "content-encoding"),
     ],
 )
-async def test_bad_header_is_refused(apis: Apis, headers: dict[str, str], field: str) -> None:
+async def test_bad_header_is_refused(apis: RouterApis, headers: dict[str, str], field: str) -> None:
     status, answer = await apis.post(CHAT, chat(), headers)
     assert (status, answer["error"]["param"]) == (400, field)
     assert (await apis.post(CHAT, chat()))[0] == 200
@@ -321,30 +325,30 @@ async def test_bad_header_is_refused(apis: Apis, headers: dict[str, str], field:
         (Unavailable("none", retry_after_s=0.0), 503, "service_unavailable_error", "1"),
     ],
 )
-async def test_refusal_of_the_service_says_why_and_when_to_retry(
-    apis: Apis, error: PdserveError, status: int, kind: str, retry_after: str
+async def test_a_refusal_has_its_reason_and_retry_after(
+    apis: RouterApis, error: PdserveError, status: int, kind: str, retry_after: str
 ) -> None:
     apis.generator.refusal = error
     data = json.dumps(chat(stream=True))
-    async with apis.session.post(apis.url + CHAT, data=data) as response:
+    async with apis.session.post(apis.url + CHAT, data=data, headers=JSON) as response:
         assert response.status == status
         assert response.headers["retry-after"] == retry_after
         told = json.loads(await response.read())["error"]
         assert (told["type"], told.get("reason", "")) == (kind, error.reason)
 
 
-async def test_endless_body_without_a_length_is_refused(apis: Apis) -> None:
+async def test_endless_body_without_a_length_is_refused(apis: RouterApis) -> None:
     async def pieces() -> Any:
         for _ in range(100):
             yield b"x" * (1 << 20)
 
-    async with apis.session.post(apis.url + CHAT, data=pieces()) as response:
+    async with apis.session.post(apis.url + CHAT, data=pieces(), headers=JSON) as response:
         assert response.status == 413
         assert (await response.json())["error"]["code"] == "request_too_large"
     assert (await apis.post(CHAT, chat()))[0] == 200
 
 
-async def test_error_before_the_first_delta_is_a_status(apis: Apis) -> None:
+async def test_error_before_the_first_delta_is_a_status(apis: RouterApis) -> None:
     apis.generator.script = (TransferFailed("no KV came"),)
     status, answer = await apis.post(CHAT, chat(stream=True))
     error = answer["error"]
@@ -352,7 +356,7 @@ async def test_error_before_the_first_delta_is_a_status(apis: Apis) -> None:
 
 
 async def test_official_client_raises_an_error_out_of_the_stream(
-    apis: Apis, official: openai.AsyncOpenAI
+    apis: RouterApis, official: openai.AsyncOpenAI
 ) -> None:
     apis.generator.script = (ANSWER[0], TransferFailed("no KV came"))
     stream = await official.completions.create(model="demo", prompt="hi", stream=True)
@@ -363,23 +367,26 @@ async def test_official_client_raises_an_error_out_of_the_stream(
 @pytest.mark.parametrize("script", [(), ANSWER[:2]])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answer_that_breaks_off_in_silence_is_an_error(
-    apis: Apis, script: tuple[AnswerDelta, ...], stream: bool
+    apis: RouterApis, script: tuple[AnswerDelta, ...], stream: bool
 ) -> None:
     apis.generator.script = script
     data = json.dumps(chat(stream=stream))
-    async with apis.session.post(apis.url + CHAT, data=data) as response:
+    async with apis.session.post(apis.url + CHAT, data=data, headers=JSON) as response:
         text = (await response.read()).decode()
     assert InternalError.code in text
     assert "[DONE]" not in text
 
 
 async def asked(
-    apis: Apis, *, stream: bool = True, version: str = "1.1"
+    apis: RouterApis, *, stream: bool = True, version: str = "1.1"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that has sent a chat request, and reads little ahead."""
+    """Open a connection with a small receive buffer, and send a chat request."""
     body = json.dumps(chat(stream=stream))
     reader, writer = await asyncio.open_connection(apis.host, apis.port, limit=1024)
-    head = f"POST {CHAT} HTTP/{version}\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {CHAT} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
     writer.write((head + body).encode())
     return reader, writer
 
@@ -387,7 +394,7 @@ async def asked(
 @pytest.mark.parametrize("script", [(Hold.FOR_EVER,), (ANSWER[0], Hold.FOR_EVER)])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_disconnect_leaves_the_answer(
-    apis: Apis, script: tuple[Any, ...], stream: bool
+    apis: RouterApis, script: tuple[Any, ...], stream: bool
 ) -> None:
     apis.generator.script = script
     _, writer = await asked(apis, stream=stream)
@@ -398,7 +405,7 @@ async def test_disconnect_leaves_the_answer(
     await writer.wait_closed()
 
 
-async def test_stream_to_a_client_of_http_1_0_ends_with_its_connection(apis: Apis) -> None:
+async def test_stream_to_a_client_of_http_1_0_ends_with_its_connection(apis: RouterApis) -> None:
     reader, writer = await asked(apis, version="1.0")
     head, _, text = (await reader.read()).decode().partition("\r\n\r\n")
     assert "chunked" not in head
@@ -406,7 +413,7 @@ async def test_stream_to_a_client_of_http_1_0_ends_with_its_connection(apis: Api
     writer.close()
 
 
-async def test_drain_lets_an_answer_end_and_refuses_new_ones(apis: Apis) -> None:
+async def test_drain_lets_an_answer_end_and_refuses_new_ones(apis: RouterApis) -> None:
     go_on = asyncio.Event()
     apis.generator.script = (ANSWER[0], go_on, *ANSWER[1:])
     running = asyncio.create_task(apis.stream(CHAT, chat(stream=True)))
@@ -423,7 +430,7 @@ async def test_drain_lets_an_answer_end_and_refuses_new_ones(apis: Apis) -> None
     await draining
 
 
-async def test_drain_cuts_what_outlives_its_grace_with_an_error_event(apis: Apis) -> None:
+async def test_a_stream_that_outlives_the_grace_ends_with_an_error_event(apis: RouterApis) -> None:
     apis.generator.script = (ANSWER[0], Hold.FOR_EVER)
     running = asyncio.create_task(apis.stream(CHAT, chat(stream=True)))
     await apis.generator.waiting.wait()
@@ -433,7 +440,7 @@ async def test_drain_cuts_what_outlives_its_grace_with_an_error_event(apis: Apis
 
 
 def scored(*texts: str) -> tuple[PositionLogprobs, ...]:
-    """Logprobs of a prompt whose tokens have these texts."""
+    """Return logprobs of a prompt whose tokens have these texts."""
     return tuple(
         PositionLogprobs(TokenLogprob(i, text, -float(i), min(i, 1)))
         for i, text in enumerate(texts)
@@ -446,7 +453,7 @@ def answer_with(prompt_logprobs: tuple[PositionLogprobs, ...] = ()) -> tuple[Ans
     return AnswerDelta((1,), "yo", scored("yo", "yo")[1:], prompt_logprobs=prompt_logprobs), last
 
 
-async def test_several_prompts_have_their_answers_side_by_side(apis: Apis) -> None:
+async def test_several_prompts_have_their_answers_side_by_side(apis: RouterApis) -> None:
     first, last = answer_with()
     two = [structs.replace(x, index=1, usage=None, receipt=None) for x in (first, last)]
     apis.generator.script = (first, *two, last)
@@ -468,7 +475,7 @@ async def test_several_prompts_have_their_answers_side_by_side(apis: Apis) -> No
     assert chunks[-1] == "[DONE]"
 
 
-async def test_one_prompt_that_fails_fails_all(apis: Apis) -> None:
+async def test_one_prompt_that_fails_fails_all(apis: RouterApis) -> None:
     apis.generator.script = (Overloaded("no room"),)
     status, answer = await apis.post(COMPLETIONS, completion(prompt=["a", "b"]))
     assert (status, answer["error"]["message"]) == (429, "no room")
@@ -476,7 +483,7 @@ async def test_one_prompt_that_fails_fails_all(apis: Apis) -> None:
 
 @pytest.mark.parametrize("prompt", ["hi", [[71, 72]]])
 async def test_echo_scores_the_prompt_as_evaluation_harnesses_ask(
-    apis: Apis, prompt: object, token_ids: Callable[[str], tuple[int, ...]]
+    apis: RouterApis, prompt: object, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
     apis.generator.script = answer_with(scored("h", "i"))
     ids = list(token_ids("hi"))
@@ -496,7 +503,7 @@ async def test_echo_scores_the_prompt_as_evaluation_harnesses_ask(
     assert [x["choices"][0]["text"] for x in chunks[:-1]] == ["hiyo", "!"]
 
 
-async def test_echo_of_the_prompt_alone_generates_nothing(apis: Apis) -> None:
+async def test_echo_of_the_prompt_alone_generates_nothing(apis: RouterApis) -> None:
     apis.generator.script = answer_with(scored("h", "i"))
     body = completion(echo=True, logprobs=1, max_tokens=0)
     status, answer = await apis.post(COMPLETIONS, body)
@@ -508,23 +515,26 @@ async def test_echo_of_the_prompt_alone_generates_nothing(apis: Apis) -> None:
     assert apis.generator.requests[0].sampling.max_tokens == 1
 
 
-async def test_a_prompt_too_long_to_be_scored_is_refused(
-    apis: Apis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preprocess, "MAX_PROMPT_LOGPROBS", 12)
-    body = completion(prompt=[1] * 5, echo=True, logprobs=2)
-    status, answer = await apis.post(COMPLETIONS, body)
-    assert (status, answer["error"]["param"]) == (400, "prompt")
-    assert "it may have 4" in answer["error"]["message"]
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_logprobs_are_encoded_as_they_come(is_chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = AnswerForm("id", MODEL, is_chat=is_chat, token_ids=False, names_function=False)
+    answer = WholeAnswer(form)
+    for delta in LOGPROBS_SCRIPT:
+        answer.write(delta)
+    for name in ("_token", "finite"):
+        monkeypatch.setattr(shared_fields, name, None)
+    monkeypatch.setattr(openai_writer, "finite", None)
+    (choice,) = msgspec.json.decode(answer.end())["choices"]
+    assert len(choice["logprobs"]["content" if is_chat else "tokens"]) == 3
 
 
-async def test_the_cache_salt_goes_with_the_request(apis: Apis) -> None:
+async def test_the_cache_salt_goes_with_the_request(apis: RouterApis) -> None:
     await apis.post(CHAT, chat(cache_salt="s"))
     assert apis.generator.requests[0].cache_salt == "s"
 
 
 async def test_tokens_and_text_are_turned_into_each_other(
-    apis: Apis, token_ids: Callable[[str], tuple[int, ...]]
+    apis: RouterApis, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
     chatted = chat(), "<|user|>hi<|assistant|>"
     for body, text in (({"prompt": "hi"}, "hi"), ({"prompt": ""}, ""), chatted):
@@ -545,14 +555,14 @@ async def test_tokens_and_text_are_turned_into_each_other(
         ("/detokenize", {}, "tokens"),
     ],
 )
-async def test_what_cannot_be_tokenised_is_refused_by_name(
-    apis: Apis, path: str, body: object, field: str
+async def test_input_that_cannot_be_tokenised_is_refused_by_field(
+    apis: RouterApis, path: str, body: object, field: str
 ) -> None:
     status, answer = await apis.post(path, body)
     assert (status, answer["error"]["param"]) == (400, field)
 
 
-async def test_the_page_of_the_api_loads_nothing_from_elsewhere(apis: Apis) -> None:
+async def test_the_page_of_the_api_loads_nothing_from_elsewhere(apis: RouterApis) -> None:
     async with apis.session.get(f"{apis.url}/docs") as response:
         assert response.content_type == "text/html"
         page = await response.text()
@@ -560,13 +570,13 @@ async def test_the_page_of_the_api_loads_nothing_from_elsewhere(apis: Apis) -> N
     assert "//" not in page.replace("</", "")
 
 
-async def test_pages_of_a_configured_origin_alone_may_read_answers(apis: Apis) -> None:
+async def test_pages_of_a_configured_origin_alone_may_read_answers(apis: RouterApis) -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
     for origin, allowed in ((CORS_ORIGIN, CORS_ORIGIN), ("https://evil.example", None)):
         headers = {"origin": origin}
         url = apis.url + CHAT
         async with apis.session.options(url, headers={**headers, **asked}) as response:
-            assert response.status == (204 if allowed else 405)
+            assert response.status == (204 if allowed else 403)
             assert response.headers.get("access-control-allow-origin") == allowed
             assert response.headers.get("access-control-allow-headers") == (allowed and "x-a")
         for body in (chat(), chat(stream=True), {}):

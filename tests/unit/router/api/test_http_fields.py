@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
-from scripted import CHAT, COMPLETIONS, MAX_MODEL_LEN, chat, completion
 
+from pdserve.errors import InvalidRequest
 from pdserve.types import Constraint, SamplingParams, ServiceClass, StructuredOutput
-from router.api.openai import ChatRequest, CompletionRequest
+from router.api.dialects.anthropic import CountTokensRequest, MessagesRequest
+from router.api.dialects.fields import read
+from router.api.dialects.openai import ChatRequest, CompletionRequest
+from router.api.dialects.responses import ResponsesRequest
+from router.api.dialects.tokens import TokenizeRequest
+from tests.support.router_apis import CHAT, COMPLETIONS, MAX_MODEL_LEN, chat, completion
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from scripted import Apis
+    from router.api.dialects.fields import Body
+    from tests.support.router_apis import RouterApis
 
 VALUE, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unknown_parameter"
 TOO_LONG = "context_length_exceeded"
@@ -74,7 +81,7 @@ def raw(text: bytes) -> bytes:
     return b'{"model":"demo","prompt":"hi",' + text + b"}"
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+VIDEO = {"type": "video_url", "video_url": {"url": "x"}}
 # (path, body, code, field); the status is 400.
 TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
 NOT_A_TOOL = {"type": "function", "function": {"name": "get_weather"}}
@@ -159,7 +166,7 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
     *((CHAT, messages(user(x)), VALUE, "messages[0].content") for x in (None, [], 7)),
     (CHAT, messages(user(["hi"])), VALUE, "messages[0].content[0]"),
     (CHAT, messages(user([{"type": "text"}])), VALUE, "messages[0].content[0].text"),
-    (CHAT, messages(user("a"), user([IMAGE])), VALUE, "messages[1].content[0].type"),
+    (CHAT, messages(user("a"), user([VIDEO])), VALUE, "messages[1].content[0].type"),
     (CHAT, messages(user("a", weight=1)), UNKNOWN, "messages[0].weight"),
     (CHAT, messages(user("a", name=1)), VALUE, "messages[0].name"),
     (CHAT, messages(user("a", tool_calls=[{}])), VALUE, "messages[0].tool_calls[0].function"),
@@ -203,7 +210,7 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
 ]
 
 
-async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) -> None:
+async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: RouterApis) -> None:
     wrong: list[object] = []
     for path, body, code, field in BAD_REQUESTS:
         status, answer = await apis.post(path, body)
@@ -234,7 +241,7 @@ async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) ->
     ],
 )
 async def test_message_of_a_refusal_names_field_value_and_limit_once(
-    apis: Apis, body: object, message: str
+    apis: RouterApis, body: object, message: str
 ) -> None:
     _, answer = await apis.post(CHAT, body)
     assert answer["error"]["message"] == message
@@ -291,7 +298,7 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-async def test_sampling_reaches_the_generator_as_it_was_asked_for(apis: Apis) -> None:
+async def test_sampling_reaches_the_generator_as_it_was_asked_for(apis: RouterApis) -> None:
     for given, expected in HONOURED:
         status, answer = await apis.post(CHAT, chat(**given))
         made = apis.generator.requests.pop() if status == 200 else None
@@ -300,7 +307,7 @@ async def test_sampling_reaches_the_generator_as_it_was_asked_for(apis: Apis) ->
         assert made.sampling == SamplingParams(**plain), given
 
 
-async def test_the_order_is_asked_for_under_the_names_of_vllm_and_openai(apis: Apis) -> None:
+async def test_the_order_is_asked_for_under_the_names_of_vllm_and_openai(apis: RouterApis) -> None:
     for path, body in (
         (CHAT, chat(priority=-3, service_tier="flex")),
         (CHAT, chat(service_tier="default")),
@@ -315,7 +322,7 @@ async def test_the_order_is_asked_for_under_the_names_of_vllm_and_openai(apis: A
 
 
 async def test_chat_is_rendered_by_the_models_template(
-    apis: Apis, token_ids: Callable[[str], tuple[int, ...]]
+    apis: RouterApis, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
     conversation = [
         {"role": "developer", "content": "a"},
@@ -337,8 +344,8 @@ async def test_chat_is_rendered_by_the_models_template(
     assert apis.generator.requests[0].prompt_token_ids == token_ids(rendered)
 
 
-async def test_a_field_of_other_servers_is_taken_where_it_changes_nothing_else_refused(
-    apis: Apis,
+async def test_a_field_of_other_servers_is_accepted_only_if_it_changes_nothing(
+    apis: RouterApis,
 ) -> None:
     for path, body, kind in (
         (CHAT, chat(), ChatRequest),
@@ -364,15 +371,18 @@ async def test_a_field_of_other_servers_is_taken_where_it_changes_nothing_else_r
         ({"continue_final_message": True, "chat_template_kwargs": {"style": "!"}}, "<|user|>hi"),
     ],
 )
-async def test_a_request_says_how_its_conversation_is_rendered(
-    apis: Apis, token_ids: Callable[[str], tuple[int, ...]], options: dict[str, Any], rendered: str
+async def test_a_request_controls_how_its_conversation_is_rendered(
+    apis: RouterApis,
+    token_ids: Callable[[str], tuple[int, ...]],
+    options: dict[str, Any],
+    rendered: str,
 ) -> None:
     status, answer = await apis.post(CHAT, chat(**options))
     assert status == 200, answer
     assert apis.generator.requests[0].prompt_token_ids == token_ids(rendered)
 
 
-async def test_the_request_id_may_be_in_the_body(apis: Apis) -> None:
+async def test_the_request_id_may_be_in_the_body(apis: RouterApis) -> None:
     assert (await apis.post(CHAT, chat(request_id="7")))[1]["id"] == "chatcmpl-7"
     headers = {"x-request-id": "8"}
     assert (await apis.post(CHAT, chat(request_id="7"), headers))[1]["id"] == "chatcmpl-8"
@@ -387,3 +397,30 @@ async def test_the_request_id_may_be_in_the_body(apis: Apis) -> None:
 )
 def test_every_field_of_the_official_api_is_known(body: Any, base: Any) -> None:
     assert {*base.__annotations__, "stream"} <= set(body.__struct_fields__)
+
+
+MANY = [{"role": "user", "content": "a"}] * 4097
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (ChatRequest, "messages"),
+        (TokenizeRequest, "messages"),
+        (MessagesRequest, "messages"),
+        (CountTokensRequest, "messages"),
+        (ResponsesRequest, "input"),
+    ],
+)
+def test_the_number_of_messages_is_limited(kind: type[Body], field: str) -> None:
+    body = {field: MANY, **({"max_tokens": 1} if kind is MessagesRequest else {})}
+    with pytest.raises(InvalidRequest, match="4096") as caught:
+        read(kind, json.dumps(body).encode())
+    assert caught.value.field == field
+    assert read(kind, json.dumps({**body, field: MANY[:4096]}).encode())
+
+
+def test_the_number_of_prompts_is_limited_before_they_are_looked_at() -> None:
+    body = read(CompletionRequest, json.dumps({"prompt": ["x", *[7] * 32], "n": 4}).encode())
+    with pytest.raises(InvalidRequest, match="holds 33 prompts; at most 32"):
+        body.parse("id")

@@ -6,24 +6,28 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from scripted import MAX_MODEL_LEN
 
-from pdserve.errors import ConfigError, InvalidRequest, Unavailable
-from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
+from pdserve.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Unavailable
+from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 from pdserve.types import ModelInfo, SamplingParams
 from router.api.preprocess import (
     INLINE_CHARS,
+    MAX_ANSWER_TOKENS,
+    MAX_PROMPT_LOGPROBS,
     OPEN_ENDED,
     ParsedRequest,
     Preprocessor,
 )
-from tests.patience import WAIT_S
+from tests.support.router_apis import MAX_MODEL_LEN, no_images
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from router.api.preprocess import Prompt
+
+CONTEXT = 1 << 20
 
 
 def model(name: str, directory: Path, max_model_len: int = MAX_MODEL_LEN) -> ModelInfo:
@@ -43,7 +47,7 @@ async def nothing(info: ModelInfo) -> Tokenizer:
 
 
 class Loads:
-    """A loader that counts, fails as often as told, and waits until it may go on."""
+    """A loader that counts, fails `failures` times, and waits for `may_go_on`."""
 
     def __init__(self, *, failures: int = 0) -> None:
         self.count = 0
@@ -60,7 +64,9 @@ class Loads:
 
 async def test_requests_that_come_while_a_tokenizer_is_loaded_share_it(model_dir: Path) -> None:
     loads = Loads()
-    intake = Preprocessor(lambda: {"a": model("a", model_dir)}, timeout_s=WAIT_S, load=loads)
+    intake = Preprocessor(
+        lambda: {"a": model("a", model_dir)}, timeout_s=WAIT_S, render=no_images, load=loads
+    )
     tasks = [asyncio.create_task(intake.prepare(ask("hi"))) for _ in range(3)]
     await asyncio.sleep(0)
     # The one that started the loading goes away; the others still get it.
@@ -76,7 +82,7 @@ async def test_requests_that_come_while_a_tokenizer_is_loaded_share_it(model_dir
 async def test_another_digest_is_another_tokenizer(model_dir: Path) -> None:
     loads, models = Loads(), {"a": replace(model("a", model_dir), tokenizer="one")}
     loads.may_go_on.set()
-    intake = Preprocessor(lambda: models, timeout_s=WAIT_S, load=loads)
+    intake = Preprocessor(lambda: models, timeout_s=WAIT_S, render=no_images, load=loads)
     await intake.prepare(ask("hi"))
     models["a"] = replace(models["a"], tokenizer="other")
     await intake.prepare(ask("hi"))
@@ -86,7 +92,9 @@ async def test_another_digest_is_another_tokenizer(model_dir: Path) -> None:
 async def test_tokenizer_that_could_not_be_loaded_is_tried_again(model_dir: Path) -> None:
     loads = Loads(failures=1)
     loads.may_go_on.set()
-    intake = Preprocessor(lambda: {"a": model("a", model_dir)}, timeout_s=WAIT_S, load=loads)
+    intake = Preprocessor(
+        lambda: {"a": model("a", model_dir)}, timeout_s=WAIT_S, render=no_images, load=loads
+    )
     with pytest.raises(Unavailable, match="no tokenizer of model a; send token ids"):
         await intake.prepare(ask("hi"))
     assert (await intake.prepare(ask("hi"))).prompt_token_ids
@@ -94,7 +102,7 @@ async def test_tokenizer_that_could_not_be_loaded_is_tried_again(model_dir: Path
 
 async def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
     infos = {"a": model("a", tmp_path)}
-    intake = Preprocessor(lambda: infos, timeout_s=WAIT_S, load=nothing)
+    intake = Preprocessor(lambda: infos, timeout_s=WAIT_S, render=no_images, load=nothing)
     assert (await intake.prepare(ask((1, 2)))).prompt_token_ids == (1, 2)
     with pytest.raises(Unavailable):
         await intake.prepare(ask("hi"))
@@ -102,7 +110,7 @@ async def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
 
 async def test_without_a_name_the_only_model_is_meant(model_dir: Path) -> None:
     models = {"a": model("a", model_dir)}
-    intake = Preprocessor(lambda: models, timeout_s=WAIT_S, load=read)
+    intake = Preprocessor(lambda: models, timeout_s=WAIT_S, render=no_images, load=read)
     assert (await intake.prepare(ask((1,)))).model == "a"
     models["b"] = model("b", model_dir)
     with pytest.raises(InvalidRequest, match="a, b") as caught:
@@ -125,7 +133,7 @@ async def test_only_long_prompts_are_tokenised_in_a_thread(
 
     monkeypatch.setattr(Tokenizer, "encode", spy)
     info = model("a", model_dir, max_model_len=10 * INLINE_CHARS)
-    intake = Preprocessor(lambda: {"a": info}, timeout_s=WAIT_S, load=read)
+    intake = Preprocessor(lambda: {"a": info}, timeout_s=WAIT_S, render=no_images, load=read)
     text = "a" * length
     prompt = Conversation([ChatMessage("user", text)]) if is_chat else text
     await intake.prepare(ask(prompt))
@@ -135,7 +143,7 @@ async def test_only_long_prompts_are_tokenised_in_a_thread(
 async def test_sampling_parameters_that_are_not_given_are_the_models(model_dir: Path) -> None:
     defaults = {"temperature": 0.6, "top_k": 20.0, "max_tokens": 9.0}
     served = replace(model("a", model_dir), aliases=("b",), sampling_defaults=defaults)
-    intake = Preprocessor(lambda: {"a": served}, timeout_s=WAIT_S, load=read)
+    intake = Preprocessor(lambda: {"a": served}, timeout_s=WAIT_S, render=no_images, load=read)
     given = SamplingParams(max_tokens=OPEN_ENDED, temperature=1.0)
     parsed = ParsedRequest("b", (1, 2), given, "r", given={"temperature"})
     made = await intake.prepare(parsed)
@@ -144,3 +152,86 @@ async def test_sampling_parameters_that_are_not_given_are_the_models(model_dir: 
     parsed.given, given.max_tokens = (), 12
     made = await intake.prepare(parsed)
     assert made.sampling == SamplingParams(max_tokens=12, temperature=0.6, top_k=20)
+
+
+def says(content: str, **more: Any) -> Conversation:
+    return Conversation([ChatMessage("user", content, **more)])
+
+
+LONG = "a" * (13 * MAX_MODEL_LEN)  # the longest token of the test's model has 13 characters
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": LONG}}}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        f"{LONG}a",
+        says(f"{LONG}a"),
+        says("a", name=LONG),
+        says("a", reasoning=LONG),
+        says("a", tool_calls=[CALL]),
+        Conversation([ChatMessage("user", "a")], variables={"style": LONG}),
+        Conversation([ChatMessage("user", "a")], tools=[CALL]),
+    ],
+    ids=["text", "content", "name", "reasoning", "tool-arguments", "variables", "tools"],
+)
+async def test_prompt_that_cannot_fit_is_refused_before_it_is_rendered(
+    model_dir: Path, prompt: str | Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intake = Preprocessor(
+        lambda: {"a": model("a", model_dir)}, timeout_s=WAIT_S, render=no_images, load=read
+    )
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    monkeypatch.setattr(Tokenizer, "render_chat", None)
+    limit = f"context is {MAX_MODEL_LEN} tokens, which are at most {len(LONG)} characters"
+    with pytest.raises(ContextLengthExceeded, match=rf"'prompt' has \d+ characters.*{limit}"):
+        await intake.prepare(ask(prompt))
+
+
+async def test_prompt_of_the_longest_tokens_is_tokenised(model_dir: Path) -> None:
+    intake = Preprocessor(
+        lambda: {"a": model("a", model_dir)}, timeout_s=WAIT_S, render=no_images, load=read
+    )
+    made = await intake.prepare(ask("<|assistant|>" * (MAX_MODEL_LEN - 1)))
+    assert len(made.prompt_token_ids) == MAX_MODEL_LEN - 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "prompts", "most"),
+    [
+        (SamplingParams(), 1, CONTEXT - 2),
+        (SamplingParams(n=2), 1, MAX_ANSWER_TOKENS // 2),
+        (SamplingParams(), 3, MAX_ANSWER_TOKENS // 3),
+        (SamplingParams(logprobs=3), 1, MAX_ANSWER_TOKENS // 4),
+        (SamplingParams(n=3, logprobs=4), 1, MAX_ANSWER_TOKENS // 15),
+    ],
+    ids=["one", "n", "prompts", "logprobs", "all"],
+)
+async def test_tokens_of_all_answers_with_their_logprobs_are_limited(
+    model_dir: Path,
+    sampling: SamplingParams,
+    prompts: int,
+    most: int,
+) -> None:
+    info = model("a", model_dir, CONTEXT)
+    intake = Preprocessor(lambda: {"a": info}, timeout_s=WAIT_S, render=no_images, load=read)
+    parsed = replace(ask((1, 2)), prompts=prompts)
+    if most != CONTEXT - 2:
+        parsed.sampling = replace(sampling, max_tokens=most + 1)
+        with pytest.raises(InvalidRequest, match=f"it may be {most}") as caught:
+            await intake.prepare(parsed)
+        assert caught.value.field == "max_tokens"
+    # Without a length given, the answer gets what is allowed.
+    for max_tokens in (most, OPEN_ENDED):
+        parsed.sampling = replace(sampling, max_tokens=max_tokens)
+        assert (await intake.prepare(parsed)).sampling.max_tokens == most
+
+
+async def test_a_prompt_too_long_to_be_scored_is_refused(model_dir: Path) -> None:
+    info, most = model("a", model_dir, CONTEXT), MAX_PROMPT_LOGPROBS // 3
+    intake = Preprocessor(lambda: {"a": info}, timeout_s=WAIT_S, render=no_images, load=read)
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    await intake.prepare(replace(ask((1,) * most), sampling=sampling))
+    with pytest.raises(InvalidRequest, match=f"it may have {most}") as caught:
+        await intake.prepare(replace(ask((1,) * (most + 1)), sampling=sampling))
+    assert caught.value.field == "prompt"

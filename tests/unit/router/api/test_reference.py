@@ -1,15 +1,17 @@
-"""docs/api.md is what the structs say, and names what the router serves."""
+"""docs/api.md and grpc.md are what the code says, and name what the router serves."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from router.api.openapi import ENDPOINTS, GETS
+from router.api import grpc_reference
 from router.api.reference import as_markdown
+from router.api.route_table import ROUTES
+from tests.support.router_apis import JSON
 
 if TYPE_CHECKING:
-    from scripted import Apis
+    from tests.support.router_apis import RouterApis
 
 
 def test_the_document_is_what_the_structs_say() -> None:
@@ -17,17 +19,27 @@ def test_the_document_is_what_the_structs_say() -> None:
     assert path.read_text(encoding="utf-8") == as_markdown(), "run `make docs`"
 
 
-async def test_every_endpoint_of_the_document_is_served_with_its_method(apis: Apis) -> None:
-    for endpoint in ENDPOINTS:
-        path = endpoint.path.replace("{model}", "demo")
-        if "files" in path or "batches" in path or "{" in path:
-            continue  # this router has no batches, and nothing is stored
-        status = 200 if endpoint.method == "GET" else 400
-        async with apis.session.request(endpoint.method, apis.url + path, data=b"") as response:
+def test_the_document_of_grpc_is_what_the_protos_say() -> None:
+    path = Path(__file__).parents[4] / "docs" / "grpc.md"
+    assert path.read_text(encoding="utf-8") == grpc_reference.as_markdown(), "run `make docs`"
+
+
+async def test_every_route_is_served_with_its_method(apis: RouterApis) -> None:
+    for route in ROUTES:
+        path = route.path.replace("{model}", "demo")
+        if "{" in path:
+            continue  # nothing is stored
+        status = 200 if route.method == "GET" else 400
+        url = apis.url + path
+        async with apis.session.request(route.method, url, data=b"", headers=JSON) as response:
             assert response.status == status, path
 
 
-async def test_every_path_that_is_served_is_in_the_document(apis: Apis) -> None:
+async def test_the_description_for_programs_has_every_json_body(apis: RouterApis) -> None:
     async with apis.session.get(f"{apis.url}/openapi.json") as response:
-        described = set((await response.json())["paths"])
-    assert described == {*GETS, *(x.path for x in ENDPOINTS if x.body is not None)}
+        described = (await response.json())["paths"]
+    for route in ROUTES:
+        if route.body is not None:
+            content = described[route.path]["post"]["requestBody"]["content"]
+            name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            assert name == route.body.__name__

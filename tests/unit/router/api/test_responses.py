@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock, patch
 
 import openai
 import pydantic
 import pytest
-from scripted import ANSWER, ANSWER_TEXT
 
-from pdserve.errors import TransferFailed
+from pdserve.errors import PdserveError, QuotaExceeded, TransferFailed
 from pdserve.types import (
     Constraint,
     FinishReason,
@@ -20,14 +21,18 @@ from pdserve.types import (
     TokenLogprob,
     Usage,
 )
-from router.answer import AnswerDelta
+from router.request.answer import AnswerDelta
+from router.store.database import StoreUnavailable
+from router.store.responses import ResponseStore
+from tests.support.router_apis import ANSWER, ANSWER_TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from scripted import Apis
+    from tests.support.router_apis import RouterApis
 
 RESPONSES = "/v1/responses"
+HI = {"role": "user", "content": "hi"}
 ASKED: dict[str, Any] = {"model": "demo", "input": "hi"}
 
 
@@ -63,7 +68,7 @@ async def test_a_streamed_response_is_the_whole_one(official: openai.AsyncOpenAI
 
 
 async def test_a_response_that_is_cut_is_incomplete(
-    apis: Apis, official: openai.AsyncOpenAI
+    apis: RouterApis, official: openai.AsyncOpenAI
 ) -> None:
     last = AnswerDelta((1,), "a", finish_reason=FinishReason.LENGTH, usage=Usage(1, 1))
     apis.generator.script = (last,)
@@ -76,7 +81,7 @@ async def test_a_response_that_is_cut_is_incomplete(
 
 
 async def test_logprobs_come_where_they_are_included(
-    apis: Apis, official: openai.AsyncOpenAI
+    apis: RouterApis, official: openai.AsyncOpenAI
 ) -> None:
     logprobs = (PositionLogprobs(TokenLogprob(1, "a", -0.5, 1)),)
     last = AnswerDelta((1,), "a", logprobs, FinishReason.STOP, usage=Usage(1, 1))
@@ -99,7 +104,7 @@ class City(pydantic.BaseModel):
 
 
 async def test_an_answer_follows_the_clients_schema(
-    apis: Apis, official: openai.AsyncOpenAI
+    apis: RouterApis, official: openai.AsyncOpenAI
 ) -> None:
     last = AnswerDelta((1,), '{"name":"Oslo"}', finish_reason=FinishReason.STOP, usage=Usage(1, 1))
     apis.generator.script = (last,)
@@ -142,14 +147,17 @@ HISTORY = [
     ],
 )
 async def test_items_are_rendered_by_the_models_template(
-    apis: Apis, token_ids: Callable[[str], tuple[int, ...]], fields: dict[str, Any], rendered: str
+    apis: RouterApis,
+    token_ids: Callable[[str], tuple[int, ...]],
+    fields: dict[str, Any],
+    rendered: str,
 ) -> None:
     status, answer = await apis.post(RESPONSES, {**ASKED, **fields})
     assert status == 200, answer
     assert apis.generator.requests[0].prompt_token_ids == token_ids(rendered)
 
 
-async def test_sampling_and_order_reach_the_generator(apis: Apis) -> None:
+async def test_sampling_and_order_reach_the_generator(apis: RouterApis) -> None:
     fields = {"top_p": 0.9, "top_k": 3, "priority": 2, "service_tier": "flex", "cache_salt": "s"}
     form = {"format": {"type": "json_object"}}
     status, answer = await apis.post(
@@ -174,7 +182,7 @@ async def test_sampling_and_order_reach_the_generator(apis: Apis) -> None:
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [HISTORY[0], {"type": "item_reference", "id": "x"}]}, "input[1].type"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "input[0].content[0].type",
         ),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
@@ -188,12 +196,14 @@ async def test_sampling_and_order_reach_the_generator(apis: Apis) -> None:
         ({"surprise": 1}, "surprise"),
     ],
 )
-async def test_a_bad_field_is_named(apis: Apis, fields: dict[str, Any], field: str) -> None:
+async def test_a_bad_field_is_named(apis: RouterApis, fields: dict[str, Any], field: str) -> None:
     status, answer = await apis.post(RESPONSES, {**ASKED, **fields})
     assert (status, answer["error"]["param"]) == (400, field)
 
 
-async def test_a_stream_that_fails_says_so(apis: Apis, official: openai.AsyncOpenAI) -> None:
+async def test_a_failed_stream_ends_with_its_error(
+    apis: RouterApis, official: openai.AsyncOpenAI
+) -> None:
     apis.generator.script = (ANSWER[0], TransferFailed("lost"))
     events = [x async for x in await official.responses.create(**ASKED, stream=True)]
     last = events[-1]
@@ -203,7 +213,7 @@ async def test_a_stream_that_fails_says_so(apis: Apis, official: openai.AsyncOpe
 
 
 async def test_a_stored_response_is_shown_continued_and_deleted(
-    apis: Apis, official: openai.AsyncOpenAI, token_ids: Callable[[str], tuple[int, ...]]
+    apis: RouterApis, official: openai.AsyncOpenAI, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
     apis.generator.script = (
         AnswerDelta((1,), "yo", finish_reason=FinishReason.STOP, usage=Usage(1, 1)),
@@ -230,7 +240,31 @@ async def test_a_stored_response_is_shown_continued_and_deleted(
         await official.responses.retrieve(first.id)
 
 
-async def test_what_is_not_to_be_stored_is_not(official: openai.AsyncOpenAI) -> None:
+async def test_a_response_with_store_false_is_not_stored(official: openai.AsyncOpenAI) -> None:
     response = await official.responses.create(**ASKED, store=False)
     with pytest.raises(openai.NotFoundError):
         await official.responses.retrieve(response.id)
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), QuotaExceeded("too many")])
+async def test_an_answer_that_cannot_be_stored_is_delivered_with_a_note(
+    apis: RouterApis,
+    official: openai.AsyncOpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    error: PdserveError,
+) -> None:
+    monkeypatch.setattr(ResponseStore, "keep", AsyncMock(side_effect=error))
+    whole = await official.responses.create(**ASKED)
+    assert (whole.status, (whole.model_extra or {})["store"]) == ("completed", False)
+    stream = await apis.stream(RESPONSES, {**ASKED, "stream": True})
+    events = [line for line in stream.splitlines() if line.startswith(("event", ":"))]
+    assert events[-2:] == ["event: response.completed", f": not stored: {error.message}"]
+
+
+async def test_fields_without_effect_are_not_stored(apis: RouterApis) -> None:
+    asked = {"input": [{"type": "reasoning", "encrypted_content": "x" * 1000}, HI]}
+    kept = AsyncMock()
+    with patch.object(ResponseStore, "keep", kept):
+        assert (await apis.post(RESPONSES, asked))[0] == 200
+    (response,) = kept.await_args.args
+    assert json.loads(response.items) == [{"type": "reasoning"}, HI]

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import grpc
 import pytest
-from scripted import CHAT, MODEL, RECEIPT, VOCAB_SIZE, Apis, ScriptedGenerator, chat
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pdserve import rpc
 from pdserve.client import Tool
 from pdserve.errors import ConfigError, UnsupportedField
-from pdserve.tokenizer import ChatMessage, Conversation, read_files
-from pdserve.tokenizer import Tokenizer as ModelTokenizer
+from pdserve.model.tokenizer import ChatMessage, Conversation, read_files
+from pdserve.model.tokenizer import Tokenizer as ModelTokenizer
+from pdserve.net import rpc
 from pdserve.types import (
     Adapter,
     FinishReason,
@@ -28,10 +27,20 @@ from pdserve.types import (
 )
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
-from router.answer import ParsedDelta
 from router.api import preprocess
 from router.api.preprocess import ParsedRequest, Preprocessor
-from tests.patience import WAIT_S
+from router.request.answer import ParsedDelta
+from tests.support.router_apis import (
+    CHAT,
+    MODEL,
+    RECEIPT,
+    VOCAB_SIZE,
+    RouterApis,
+    ScriptedGenerator,
+    chat,
+    no_images,
+)
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +64,7 @@ TOOL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of single bytes, and a template with tools that thinks if it is asked to."""
+    """Return a byte tokenizer with a template for tools and optional reasoning."""
     directory = tmp_path_factory.mktemp("model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({x: i for i, x in enumerate(alphabet)}, []))
@@ -92,21 +101,21 @@ CALLING = (
 )
 
 
-async def prompt_of(apis: Apis, model_dir: Path, body: dict[str, Any]) -> str:
+async def prompt_of(apis: RouterApis, model_dir: Path, body: dict[str, Any]) -> str:
     status, answer = await apis.post(CHAT, body)
     assert status == 200, answer
     ids = apis.generator.requests[-1].prompt_token_ids
     return Tokenizer.from_file(str(model_dir / "tokenizer.json")).decode(list(ids))
 
 
-async def parsing_of(apis: Apis, body: dict[str, Any]) -> Parsing | None:
+async def parsing_of(apis: RouterApis, body: dict[str, Any]) -> Parsing | None:
     status, answer = await apis.post(CHAT, body)
     assert status == 200, answer
     return apis.generator.requests[-1].parsing
 
 
 async def test_the_template_shows_tools_calls_and_their_results(
-    apis: Apis, model_dir: Path
+    apis: RouterApis, model_dir: Path
 ) -> None:
     called = {"name": "get_time", "arguments": '{"city": "Oslo"}'}
     history = [
@@ -121,18 +130,20 @@ async def test_the_template_shows_tools_calls_and_their_results(
     )
 
 
-async def test_without_a_choice_the_template_shows_no_tools(apis: Apis, model_dir: Path) -> None:
+async def test_without_a_choice_the_template_shows_no_tools(
+    apis: RouterApis, model_dir: Path
+) -> None:
     body = chat(tools=[TOOL], tool_choice="none", parallel_tool_calls=False)
     assert await prompt_of(apis, model_dir, body) == "<user>hi"
     assert apis.generator.requests[-1].parsing is None
 
 
-async def test_plain_requests_are_not_parsed(apis: Apis) -> None:
+async def test_plain_requests_are_not_parsed(apis: RouterApis) -> None:
     assert await parsing_of(apis, chat()) is None
     assert apis.generator.requests[-1].sampling.skip_special_tokens
 
 
-async def test_the_parser_is_told_what_bears_on_it(apis: Apis) -> None:
+async def test_the_parser_gets_the_fields_that_affect_it(apis: RouterApis) -> None:
     named = {"type": "function", "function": {"name": "get_time"}}
     schema = {"name": "x", "schema": {"type": "object"}}
     body = chat(
@@ -159,7 +170,7 @@ async def test_the_parser_is_told_what_bears_on_it(apis: Apis) -> None:
     "asked", [{"reasoning_effort": "low"}, {"chat_template_kwargs": {"enable_thinking": True}}]
 )
 async def test_reasoning_is_parsed_where_it_was_asked_for(
-    apis: Apis, asked: dict[str, Any]
+    apis: RouterApis, asked: dict[str, Any]
 ) -> None:
     parsing = await parsing_of(apis, chat(**asked))
     assert parsing is not None
@@ -256,7 +267,9 @@ ASKED = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_message_has_blocks_of_thinking_text_and_tool_use(apis: Apis, stream: bool) -> None:
+async def test_a_message_has_blocks_of_thinking_text_and_tool_use(
+    apis: RouterApis, stream: bool
+) -> None:
     async with anthropic.AsyncAnthropic(base_url=apis.url, api_key="k", max_retries=0) as client:
         asked: Any = {**ASKED, "tools": [CUSTOM], "thinking": {"type": "adaptive"}}
         if stream:
@@ -311,8 +324,8 @@ async def test_a_response_has_items_of_reasoning_and_function_calls(
         ({"type": "tool", "name": "get_time"}, {"tool_choice": TOOL_NAMED}),
     ],
 )
-async def test_a_choice_of_anthropics_is_told_in_openais_words(
-    apis: Apis, choice: dict[str, Any], parsed: dict[str, Any]
+async def test_a_tool_choice_of_anthropic_is_translated_to_openais(
+    apis: RouterApis, choice: dict[str, Any], parsed: dict[str, Any]
 ) -> None:
     body = {**ASKED, "tools": [CUSTOM], "tool_choice": choice}
     status, answer = await apis.post("/v1/messages", body)
@@ -323,7 +336,7 @@ async def test_a_choice_of_anthropics_is_told_in_openais_words(
     assert {name: told.get(name) for name in parsed} == parsed
 
 
-async def test_a_choice_of_responses_is_told_to_the_parser(apis: Apis) -> None:
+async def test_a_tool_choice_of_responses_reaches_the_parser(apis: RouterApis) -> None:
     choice = {"type": "function", "name": "get_time"}
     body = {"model": MODEL, "input": "Time?", "tools": [FUNCTION], "tool_choice": choice}
     status, answer = await apis.post("/v1/responses", body)
@@ -380,7 +393,7 @@ RESPONSES_HISTORY = {
     ],
 )
 async def test_calls_and_results_of_a_history_are_shown_alike(
-    apis: Apis, model_dir: Path, path: str, body: dict[str, Any]
+    apis: RouterApis, model_dir: Path, path: str, body: dict[str, Any]
 ) -> None:
     status, answer = await apis.post(path, body)
     assert status == 200, answer
@@ -399,7 +412,7 @@ def grpc_request(**changes: Any) -> g.GenerateRequest:
     return g.GenerateRequest(**values)
 
 
-async def test_grpc_carries_tools_and_reasoning(apis: Apis, model_dir: Path) -> None:
+async def test_grpc_carries_tools_and_reasoning(apis: RouterApis, model_dir: Path) -> None:
     called = {"id": "c1", "function": {"name": "get_time", "arguments": {"city": "Oslo"}}}
     history = [
         ChatMessage("user", "Time?"),
@@ -440,7 +453,7 @@ async def test_grpc_carries_tools_and_reasoning(apis: Apis, model_dir: Path) -> 
     assert answer[-1].usage.reasoning_tokens == 2
 
 
-async def test_the_client_gives_what_is_set_and_nothing_else(apis: Apis) -> None:
+async def test_the_client_gives_what_is_set_and_nothing_else(apis: RouterApis) -> None:
     tool, question = Tool("get_time", "Tells.", strict=True), [ChatMessage("user", "Time?")]
     options: dict[str, Any] = {"tool_choice": "required", "include_reasoning": False}
     _ = [delta async for delta in apis.client.generate(question, tools=[tool], **options)]
@@ -455,7 +468,7 @@ async def test_the_client_gives_what_is_set_and_nothing_else(apis: Apis) -> None
     ("changes", "field"),
     [
         ({"messages": None, "text": "hi"}, "tools"),
-        ({"tools": [g.Tool(name="a b")]}, "tools[0].function.name"),
+        ({"tools": [g.Tool(name="a b")]}, "tools[0].name"),
         ({"tools": [g.Tool(name="a", parameters_json="[]")]}, "tools[0].parameters_json"),
         ({"tool_choice": g.TOOL_CHOICE_NAMED, "tool_name": "x"}, "tool_choice.function.name"),
         ({"tool_name": "get_time"}, "tool_name"),
@@ -463,7 +476,7 @@ async def test_the_client_gives_what_is_set_and_nothing_else(apis: Apis) -> None
     ],
 )
 async def test_wrong_grpc_fields_are_refused_by_name(
-    apis: Apis, changes: dict[str, Any], field: str
+    apis: RouterApis, changes: dict[str, Any], field: str
 ) -> None:
     async with rpc.PLAIN.open_channel(apis.grpc_address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
@@ -471,7 +484,7 @@ async def test_wrong_grpc_fields_are_refused_by_name(
     assert rpc.error_from_rpc(refusal.value).field == field
 
 
-async def test_grpc_names_an_adapter(apis: Apis) -> None:
+async def test_grpc_names_an_adapter(apis: RouterApis) -> None:
     apis.generator.loaded["a1"] = Adapter("a1", "d", "/a1", MODEL)
     async with rpc.PLAIN.open_channel(apis.grpc_address) as channel:
         asked = grpc_request(model=MODEL, adapter="a1")
@@ -485,12 +498,18 @@ async def read_tokenizer(model: ModelInfo) -> ModelTokenizer:
 
 
 async def test_without_vllm_tools_are_refused_and_reasoning_is_text(
-    apis: Apis, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
+    apis: RouterApis, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preprocess, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="hermes needs vLLM"):
-        Preprocessor(generator.models, timeout_s=1.0, load=read_tokenizer, tool_parser="hermes")
-    without = Preprocessor(generator.models, timeout_s=1.0, load=read_tokenizer)
+        Preprocessor(
+            generator.models,
+            timeout_s=1.0,
+            load=read_tokenizer,
+            render=no_images,
+            tool_parser="hermes",
+        )
+    without = Preprocessor(generator.models, timeout_s=1.0, load=read_tokenizer, render=no_images)
     message = [ChatMessage("user", "hi")]
 
     async def parsing(chat: Conversation) -> Parsing | None:

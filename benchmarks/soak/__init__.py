@@ -1,0 +1,1 @@
+"""`pdserve bench soak`: detection of leaks under long traffic and worker churn."""

@@ -1,0 +1,265 @@
+"""A KV cache in GPU memory, and the copies between its blocks and contiguous staging memory.
+
+vLLM 0.32 registers one view per layer, logically [blocks, heads, tokens, content]. `content` is K
+and V of one head and token (or MLA's latent, with one head). The strides of the view express vLLM's
+six physical layouts (vllm/v1/kv_cache_layout.py), and blocks that the attention kernel splits into
+smaller ones. Staging memory holds [layer][block][head][token][content], so the two ends may have
+different physical layouts.
+
+The copies use torch's `index_select` and `index_copy_`: one launch if the layers are evenly spaced
+in one allocation, as vLLM allocates them, else one launch per layer. Our own kernels would save a
+few launches, but they were a second implementation that broke with each release of Triton.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kv_transfer.cache.geometry import KvGeometry
+from kv_transfer.cache.host_memory import ROW_BYTES, KvRegion, fold_digests
+from kv_transfer.errors import KvTransferError, UnsupportedLayout
+from kv_transfer.settings import DEVICE_COPIES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from kv_transfer.cache.host_memory import StepEnd
+
+# Lower numbers mean higher priority; torch clamps to the highest that the GPU supports.
+_HIGHEST = -100
+# They share one stream, so more of them would only take memory.
+_copying = threading.BoundedSemaphore(DEVICE_COPIES)
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class DeviceRegion(KvRegion):
+    """Blocks of a KV cache in GPU memory, restricted to `heads` if given.
+
+    The geometry is in bytes; torch holds the addresses. `split` blocks of the views form one block
+    of the engine.
+    """
+
+    is_host = False
+
+    def __init__(
+        self, views: Sequence[torch.Tensor], split: int = 1, heads: range | None = None
+    ) -> None:
+        first = views[0]
+        blocks, num_heads, tokens, content = first.shape
+        self.views = tuple(views)
+        self.split = split
+        self.heads = range(num_heads) if heads is None else heads
+        self._layers = _stacked([_as_words(view) for view in views])
+        self._head_bytes = split * tokens * content * first.element_size()
+        self._narrowed: dict[tuple[int, int], DeviceRegion] = {}
+        page = len(self.heads) * self._head_bytes
+        count = blocks // split
+        self.geometry = KvGeometry(len(views), count, page, count * page, page)
+
+    def narrowed(self, start: int, size: int) -> DeviceRegion:
+        """Return the region cut to `size` bytes from `start` of each page. Raises KvTransferError
+        if they are not whole heads."""
+        if (start, size) == (0, self.geometry.page_bytes):
+            return self
+        if (found := self._narrowed.get((start, size))) is not None:
+            return found
+        (first, rest), (count, more) = (divmod(n, self._head_bytes) for n in (start, size))
+        if rest or more or not 0 < count <= len(self.heads) - first:
+            raise KvTransferError(f"bytes {start}-{start + size} of a page are not whole heads")
+        begin = self.heads.start + first
+        made = DeviceRegion(self.views, self.split, range(begin, begin + count))
+        # Each chunk asks for its region: to make one takes as long as to enqueue a copy.
+        return self._narrowed.setdefault((start, size), made)
+
+    def enter_thread(self) -> None:
+        """Select this GPU for the calling thread.
+
+        A thread starts on GPU 0, and torch returns to GPU 0 when it leaves a stream of another GPU.
+        In the process of rank 1 that would create a context on GPU 0, which takes hundreds of MB of
+        memory that rank 0 needs.
+        """
+        device = self.views[0].device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    def step_end(self) -> StepEnd | None:
+        device = self.views[0].device
+        if device.type != "cuda":
+            return None
+        # `blocking=True`: a thread that waits for the event sleeps instead of spinning.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def block_layout(self) -> list[int] | None:
+        """Return the shape and strides of a block. Return None if a block is not contiguous, or if
+        the region has only some of the heads. Two caches with equal results can exchange blocks
+        without staging."""
+        stack, num_heads = self._layers[0], self.views[0].shape[1]
+        block = stack[:, 0]
+        span = 1 + sum((n - 1) * s for n, s in zip(block.shape, block.stride(), strict=True))
+        if len(self._layers) > 1 or not stack.stride(1) == span == block.numel():
+            return None
+        if len(self.heads) < num_heads:
+            return None
+        return [self.split, block.element_size(), *block.shape, *block.stride()]
+
+    def block_address(self, block: int) -> int:
+        """Return the address of a contiguous block. Raises KvTransferError for an unknown id."""
+        if not self.geometry.has_blocks([block]):
+            raise KvTransferError("a block id is outside its KV cache")
+        return self._layers[0].data_ptr() + block * self.geometry.block_bytes
+
+    def gather(self, block_ids: Sequence[int], staging: torch.Tensor) -> None:
+        """Enqueue a copy of the blocks into `staging` (bytes) on the current stream. The engine
+        steps that fill the blocks must have ended (vllm/worker_half.py). Raises KvTransferError for
+        an unknown block id."""
+        for layers, part, table in self._copies(block_ids, staging):
+            torch.index_select(layers, 1, table, out=part)
+
+    def scatter(self, block_ids: Sequence[int], staging: torch.Tensor) -> None:
+        """Enqueue a copy from `staging` into the blocks on the current stream.
+
+        Need not wait for an engine step. vLLM frees blocks only after the steps in flight
+        (`Scheduler.defer_block_free`), so no step still writes to a consumer's blocks. Nor does a
+        draft model, which runs after its step: see vllm/worker_half.py.
+        """
+        for layers, part, table in self._copies(block_ids, staging):
+            layers.index_copy_(1, table, part)
+
+    def _copies(
+        self, block_ids: Sequence[int], staging: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return (layers, their slice of staging, block table) for each launch."""
+        if not self.geometry.has_blocks(block_ids):
+            raise KvTransferError("a block id is outside its KV cache")
+        if len(set(block_ids)) < len(block_ids):
+            raise KvTransferError("a block is named twice")
+        is_cuda = staging.device.type == "cuda"
+        rows = [block * self.split + n for block in block_ids for n in range(self.split)]
+        # The copy from pinned memory does not block the calling thread.
+        table = torch.tensor(rows, pin_memory=is_cuda).to(staging.device, non_blocking=True)
+        size = len(block_ids) * self.geometry.block_bytes
+        item = self._layers[0].element_size()
+        words = staging[:size].view(self._layers[0].dtype)
+        heads = slice(self.heads.start, self.heads.stop)
+        copies, done = [], 0
+        for stack in self._layers:
+            layers = stack[:, :, heads]
+            shape = (layers.shape[0], len(rows), *layers.shape[2:])
+            count = shape[0] * (size // item // self.geometry.num_layers)
+            copies.append((layers, words[done : done + count].view(shape), table))
+            done += count
+        return copies
+
+    def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
+        raise KvTransferError("the KV cache is in GPU memory")
+
+    def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> bytes:
+        """Copy blocks from a mapped peer's cache and return the digests of the bytes read."""
+        if not isinstance(source, DeviceRegion) or len(source_ids) != len(own_ids):
+            raise KvTransferError(f"cannot copy {len(source_ids)} blocks to {len(own_ids)} places")
+        if source.geometry.page_bytes != self.geometry.page_bytes:
+            raise KvTransferError("the pages differ in size")
+        with _copying, self.side_stream():
+            staging = self._staging(len(own_ids))
+            source.gather(source_ids, staging)
+            # Compute the sums before the scatter, so that a failure leaves the blocks untouched.
+            # Copy them to the host after it, which waits: no copy still writes to the blocks when
+            # this method returns or raises.
+            sums = self._sums_of(staging)
+            self.scatter(own_ids, staging)
+            return _folded(sums)
+
+    def digests(self, block_ids: list[int]) -> bytes:
+        """Return the digests of the blocks, as host_memory.py defines them."""
+        with _copying, self.side_stream():
+            staging = self._staging(len(block_ids))
+            self.gather(block_ids, staging)
+            return _folded(self._sums_of(staging))
+
+    def _staging(self, blocks: int) -> torch.Tensor:
+        device = self.views[0].device
+        return torch.empty(self.size_bytes(blocks), dtype=torch.uint8, device=device)
+
+    def _sums_of(self, staging: torch.Tensor) -> torch.Tensor:
+        """Return the digest sums [2, blocks, lanes], computed by plain torch operations.
+
+        Torch's integers wrap as those of host_memory.py do. Peak memory is `staging` plus one
+        product of the same size.
+        """
+        pages = staging.view(self.geometry.num_layers, -1, self.geometry.page_bytes)
+        if rest := -pages.shape[2] % ROW_BYTES:
+            pages = torch.nn.functional.pad(pages, (0, rest))
+        rows = pages.view(torch.int64).view(*pages.shape[:2], -1, ROW_BYTES // 8)
+        layers, _, each, _ = rows.shape
+        weights = torch.arange(layers * each, 0, -1, device=rows.device).view(layers, 1, each, 1)
+        return torch.stack([rows.sum((0, 2)), (rows * weights).sum((0, 2))])
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Return a context in which copies run on a stream other than the engine's."""
+        device = self.views[0].device
+        if device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(_side_stream(device))
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream with the highest priority. Copies are short; at the engine's priority they
+    would queue behind kernels that fill the GPU."""
+    return torch.cuda.Stream(device, priority=_HIGHEST)  # type: ignore[no-untyped-call]
+
+
+_side_stream = cache(copy_stream)
+
+
+def _folded(sums: torch.Tensor) -> bytes:
+    """Wait for the current stream and return the digests."""
+    return fold_digests(*sums.cpu().numpy().view(np.uint64))
+
+
+def _as_words(view: torch.Tensor) -> torch.Tensor:
+    """Return the view as the widest integers that its strides allow, to copy fewer elements."""
+    for dtype in _WORDS:
+        try:
+            return view.view(dtype)
+        except RuntimeError:
+            continue
+    raise UnsupportedLayout(f"a KV cache of {view.dtype} with strides {view.stride()}")
+
+
+def _stacked(views: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one tensor [layers, blocks, heads, tokens, words] if the layers are evenly spaced in
+    one allocation, else one tensor per layer with a leading dimension of one."""
+    first = views[0]
+    starts = [view.storage_offset() for view in views]
+    step = starts[1] - starts[0] if len(views) > 1 else 0
+    is_one = len({view.untyped_storage().data_ptr() for view in views}) == 1
+    if is_one and step >= 0 and starts == [starts[0] + n * step for n in range(len(views))]:
+        shape, strides = (len(views), *first.shape), (step, *first.stride())
+        return [torch.as_strided(first, shape, strides)]
+    return [view[None] for view in views]
+
+
+def device_region(caches: Sequence[torch.Tensor], num_blocks: int) -> DeviceRegion:
+    """Return the region of the KV cache that vLLM registered. `num_blocks` is the block count of
+    vLLM's scheduler. Raises UnsupportedLayout."""
+    first = caches[0]
+    if any(
+        (cache.shape, cache.dtype, cache.stride()) != (first.shape, first.dtype, first.stride())
+        for cache in caches
+    ):
+        raise UnsupportedLayout("the layers' KV caches differ in shape, dtype or strides")
+    if first.dim() != 4 or first.stride(3) != 1:
+        raise UnsupportedLayout(f"a layer's KV cache has the shape {tuple(first.shape)}")
+    split, rest = divmod(first.shape[0], num_blocks)
+    if rest or not split:
+        raise UnsupportedLayout(f"{first.shape[0]} blocks where the scheduler has {num_blocks}")
+    return DeviceRegion(caches, split)

@@ -1,0 +1,234 @@
+"""A worker's KV cache as bytes: pages, copies, digests, shared memory.
+
+For the mapped transport the cache is a memfd, so that nothing is left behind when the process is
+killed. A consumer receives its descriptor (transport/descriptors.py). Both sides fault the pages in
+before the first copy, because a first touch costs ten times the copy itself.
+
+Each block has a 64-bit digest over its pages, layer by layer, each page padded with zeros to whole
+rows of 16 bytes. The two 64-bit lanes of the rows are summed twice: `sums` is the sum of the rows,
+`running` the sum of all intermediate `sums`. The digest therefore changes if a bit changes, or if
+rows or pages are swapped. It detects accidents, not forgeries. _copy.c computes the same digest
+during the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kv_transfer.errors import KvTransferError, UnsupportedLayout
+
+# False if the package was installed without a C compiler.
+IS_COMPILED = find_spec("kv_transfer._copy") is not None
+if IS_COMPILED:
+    from kv_transfer import _copy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from kv_transfer.cache.geometry import KvGeometry
+
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since 5.14
+_LIBC = ctypes.CDLL(None, use_errno=True)
+ROW_BYTES, _LANES = 16, 2
+DIGEST_BYTES = 8
+
+
+def prefault(address: int, size: int, *, writable: bool = True) -> None:
+    """Fault pages in. Kernels before 5.14 refuse; the first copies are slow there."""
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
+
+
+def boot_id() -> str:
+    """Return an id that all processes of one running kernel share."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+class StepEnd(Protocol):
+    """A point on the GPU's stream, reached when all work enqueued before it has run."""
+
+    def synchronize(self) -> None:
+        """Wait until the GPU reaches this point."""
+
+
+class KvRegion:
+    """The bytes of a KV cache, addressed by page. Does not own the memory."""
+
+    is_host = True  # the CPU can read the pages; False in gpu_memory.py
+
+    def __init__(self, address: int, size: int, geometry: KvGeometry) -> None:
+        if geometry.span_bytes > size:
+            raise UnsupportedLayout(
+                f"the layout spans {geometry.span_bytes} bytes of a cache of {size}"
+            )
+        self.address = address
+        self.geometry = geometry
+        self._size = size
+        self._view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+    def size_bytes(self, blocks: int) -> int:
+        return blocks * self.geometry.block_bytes
+
+    def narrowed(self, start: int, size: int) -> KvRegion:
+        """Return the same memory with each page cut to `size` bytes from `start`. Raises
+        KvTransferError if that range exceeds the page."""
+        if (start, size) == (0, self.geometry.page_bytes):
+            return self
+        return KvRegion(self.address, self._size, self.geometry.narrowed(start, size))
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread. Each thread that copies or waits for a step calls it
+        first."""
+
+    def step_end(self) -> StepEnd | None:
+        """Return the end of the engine steps that the calling thread has enqueued, or None if they
+        have ended already, as always in host memory."""
+        return None
+
+    def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return the pages of these blocks, layer by layer. Raises KvTransferError for an unknown
+        block id."""
+        g, view = self.geometry, self._view
+        self._check(block_ids)
+        starts = (
+            g.page_offset(layer, block) for layer in range(g.num_layers) for block in block_ids
+        )
+        return [view[start : start + g.page_bytes] for start in starts]
+
+    def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> bytes:
+        """Copy blocks page by page and return the digests of the bytes read.
+
+        The regions must have equal layers and page sizes; strides may differ. Raises
+        KvTransferError before any copy if they do not, or for an unknown block id.
+        """
+        ours, theirs = self.geometry, source.geometry
+        if (ours.num_layers, ours.page_bytes) != (theirs.num_layers, theirs.page_bytes):
+            raise KvTransferError("the pages differ in number or size")
+        if len(source_ids) != len(own_ids):
+            raise KvTransferError(f"{len(source_ids)} blocks for {len(own_ids)} places")
+        source._check(source_ids)
+        self._check(own_ids)
+        if IS_COMPILED:
+            return _copy.copy(
+                *source._pages_at(source_ids),
+                *self._pages_at(own_ids),
+                ours.num_layers,
+                ours.page_bytes,
+            )
+        read = source._array()[:, source_ids]
+        self._array()[:, own_ids] = read
+        return _digests(read)
+
+    def digests(self, block_ids: list[int]) -> bytes:
+        """Return the digests of these blocks, eight bytes each. Raises KvTransferError for an
+        unknown block id."""
+        self._check(block_ids)
+        g = self.geometry
+        if IS_COMPILED:
+            return _copy.digest(*self._pages_at(block_ids), g.num_layers, g.page_bytes)
+        return _digests(self._array()[:, block_ids])
+
+    def _check(self, block_ids: Sequence[int]) -> None:
+        if not self.geometry.has_blocks(block_ids):
+            raise KvTransferError(
+                f"a block id is not in the KV cache of {self.geometry.num_blocks} blocks"
+            )
+
+    def _pages_at(self, block_ids: list[int]) -> tuple[int, int, int, list[int]]:
+        g = self.geometry
+        return self.address + g.offset_bytes, g.layer_stride_bytes, g.block_stride_bytes, block_ids
+
+    def _array(self) -> NDArray[np.uint8]:
+        """Return the cache as [layers, blocks, bytes of a page]."""
+        g = self.geometry
+        return np.ndarray(
+            (g.num_layers, g.num_blocks, g.page_bytes),
+            np.uint8,
+            self._view,
+            g.offset_bytes,
+            (g.layer_stride_bytes, g.block_stride_bytes, 1),
+        )
+
+
+def _digests(pages: NDArray[np.uint8]) -> bytes:
+    """Return the digests of blocks given as [layers, blocks, bytes of a page]."""
+    layers, blocks, size = pages.shape
+    if size % ROW_BYTES:
+        pages = np.pad(pages, ((0, 0), (0, 0), (0, -size % ROW_BYTES)))
+    by_block = np.ascontiguousarray(pages.transpose(1, 0, 2)).view(np.uint64)
+    rows = by_block.reshape(blocks, layers * -(-size // ROW_BYTES), _LANES)
+    weights = np.arange(rows.shape[1], 0, -1, dtype=np.uint64)
+    sums, running = rows.sum(axis=1, dtype=np.uint64), np.einsum("r,brl->bl", weights, rows)
+    return fold_digests(sums, running)
+
+
+def fold_digests(sums: NDArray[np.uint64], running: NDArray[np.uint64]) -> bytes:
+    """Return the digests of blocks from their sums, both [blocks, lanes]."""
+    digests = np.zeros(len(sums), np.uint64)
+    for words in (*sums.T, *running.T):
+        digests = (digests ^ words) * np.uint64(0x9E3779B97F4A7C15)
+        digests ^= digests >> np.uint64(32)
+    return digests.tobytes()
+
+
+class SharedMemory:
+    """The memfd under a worker's KV cache. Released by `close`.
+
+    Its size is sealed: a peer that maps it must not lose pages under its copy (SIGBUS).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.size = 0
+
+    @property
+    def path(self) -> str:
+        """Path under which this process can open the memory."""
+        return f"/proc/self/fd/{self.fd}"
+
+    def grow(self, size: int) -> None:
+        """Set the size. Call it once, before the memory is mapped."""
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.size = size
+
+    def close(self) -> None:
+        """Idempotent. Mappings stay valid until their owners drop them."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class PeerMemory:
+    """Another worker's KV cache, mapped read-only: a region for each group. Released by `close`.
+
+    The descriptor `fd` comes from a peer, so only a sealed memfd of the right size is mapped. The
+    caller still owns `fd`. Raises OSError, ValueError, and UnsupportedLayout.
+    """
+
+    def __init__(self, fd: int, size: int, geometries: Sequence[KvGeometry]) -> None:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("the memory may shrink")
+        if (found := os.fstat(fd).st_size) != size:
+            raise ValueError(f"the memory has {found} bytes, not {size}")
+        self._map: mmap.mmap | None = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        regions = (KvRegion(address, size, geometry) for geometry in geometries)
+        self.regions: Sequence[KvRegion] = tuple(regions)
+        prefault(address, size, writable=False)
+
+    def close(self) -> None:
+        """Unmap the memory. Call it after the last read. Idempotent."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None

@@ -1,0 +1,238 @@
+"""The state machines of a worker's transfers, and the one method that drives them.
+
+`Producer` and `Consumer` decide, without I/O. `Driver.drive` locks, lets them decide, queues their
+actions on the links, and sends them after releasing the lock. One lock guards both machines.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from kv_transfer.errors import KvTransferError, ProtocolError
+from kv_transfer.protocol.consumer import Consumer, ReceiveFailed
+from kv_transfer.protocol.messages import ChunkReady, Send
+from kv_transfer.protocol.producer import DigestBlocks, Producer, Release, SendChunk
+from kv_transfer.protocol.transport import source_of
+from pdserve.process.wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kv_transfer.protocol.consumer import Received
+    from kv_transfer.protocol.link import Link
+    from kv_transfer.protocol.plan import CopyPlan
+    from kv_transfer.protocol.producer import Action
+    from kv_transfer.protocol.transport import LocalKv
+    from kv_transfer.settings import ConnectorConfig
+
+logger = logging.getLogger(__name__)
+
+# Deadline for a running copy after its link was closed: only memory bandwidth limits it then.
+COPY_END_S = 30.0
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Totals since the worker started."""
+
+    pushed_bytes: int = 0
+    pushed_blocks: int = 0
+    push_s: float = 0.0
+    received_bytes: int = 0
+    digest_s: float = 0.0  # spent by the producer on digests
+    failures: int = 0
+    downgrades: int = 0  # links to producers over a slower transport, see Link.downgrade
+    dropped_links: int = 0  # connections that failed the handshake or violated the protocol
+
+
+class Driver:
+    """Both state machines, under `lock`. `wakeup` is set while results wait for `take_results`.
+
+    `undigested` has the ids of transfers that may have blocks to digest; None ends the digest
+    thread.
+    """
+
+    def __init__(self, settings: ConnectorConfig, local: LocalKv, plan: CopyPlan) -> None:
+        self.lock = threading.Lock()
+        self.local = local
+        self.counters = TransferCounters()
+        self.wakeup = Wakeup()
+        self.undigested: SimpleQueue[str | None] = SimpleQueue()
+        self.is_closing = False
+        self.consumer: Consumer[Link] = Consumer(settings.receive_timeout_s)
+        self.producer: Producer[Link] = Producer(
+            plan=plan,
+            chunk_blocks=[
+                max(1, settings.chunk_bytes // region.geometry.block_bytes)
+                for region in local.regions
+            ],
+            lease_s=settings.lease_s,
+            heartbeat_s=settings.receive_timeout_s / 4,
+        )
+        self._preempt_timeout_s = settings.preempt_timeout_s
+        self._released: set[str] = set()
+        self._copy_ended = threading.Condition(self.lock)
+        self._queued: set[Link] = set()  # links with items queued since the last `_flush`
+
+    # -- any thread
+
+    def drive(self, decide: Callable[[float], Iterable[Action[Link]]]) -> None:
+        """Let the state machines decide under the lock, then send what they decided.
+
+        `decide` gets the monotonic time, calls the machines, and returns their actions. It must not
+        block.
+        """
+        with self.lock:
+            self._queue(decide(time.monotonic()))
+        self._flush()
+
+    def write(self, link: Link) -> None:
+        """Writer thread: send the link's queued items, waiting for the peer."""
+        with link.writing:
+            self._write_queued(link, may_wait=True)
+        self._flush()
+
+    def fail_link(self, link: Link, error: Exception) -> None:
+        """Close a link because of an error of one of its threads."""
+        if not isinstance(error, OSError | KvTransferError):
+            logger.error("KV link to %s failed", link.peer, exc_info=error)
+        link.is_blamed |= isinstance(error, ProtocolError)
+        self.drop_link(link, str(error) or type(error).__name__)
+
+    def drop_link(self, link: Link, reason: str) -> None:
+        """Close a link and fail its transfers. Idempotent."""
+        if not link.close(reason):
+            return
+        with self.lock:
+            is_unknown = not link.is_dialled and link.producer is None
+            self.counters.dropped_links += is_unknown or (link.is_blamed and not link.is_dialled)
+            self._queue(self.producer.link_down(link))
+            self._queue(self.consumer.link_down(link, reason))
+            links, self._queued = self._queued, set()
+        if not self.is_closing:
+            logger.info("KV link to %s closed: %s", link.peer, reason)
+        # Not `_flush`: that drops links itself, and with many links it would recurse deeply.
+        for each in links:
+            each.wake_writer()
+
+    # -- for the engine's step
+
+    def take_results(self) -> tuple[set[str], list[Received | ReceiveFailed]]:
+        """Apply timeouts. Return the ids of requests whose blocks the engine may free, and the
+        outcomes of its loads, each once."""
+        self.drive(lambda now: [*self.producer.tick(now), *self.consumer.tick(now)])
+        with self.lock:
+            self.wakeup.clear()
+            released, self._released = self._released, set()
+            outcomes = self.consumer.take_outcomes()
+            for outcome in outcomes:
+                if isinstance(outcome, ReceiveFailed):
+                    self.counters.failures += 1
+                else:
+                    self.counters.received_bytes += outcome.report.bytes
+            return released, outcomes
+
+    def wait_for_copies(self, transfer_ids: Sequence[str]) -> None:
+        """Wait until no copy reads these transfers' blocks.
+
+        After `preempt_timeout_s` the links of running copies are closed. Raises KvTransferError if
+        a copy does not end even then.
+        """
+
+        def running() -> list[Link]:
+            return [link for name in transfer_ids for link in self.producer.copying(name)]
+
+        with self.lock:
+            if self._copy_ended.wait_for(lambda: not running(), self._preempt_timeout_s):
+                return
+            late = running()
+        for link in late:
+            self.drop_link(link, "the engine needs the blocks")
+        with self.lock:
+            if not self._copy_ended.wait_for(lambda: not running(), COPY_END_S):
+                raise KvTransferError(f"a copy of preempted blocks did not end in {COPY_END_S:g} s")
+
+    def close(self) -> None:
+        """Release the wake-up. Call it after every link was dropped. Idempotent."""
+        self.wakeup.close()
+
+    # -- inside
+
+    def _queue(self, actions: Iterable[Action[Link]]) -> None:
+        """Queue actions on their links. The caller holds the lock, and then calls `_flush` or wakes
+        the writers."""
+        for action in actions:
+            if isinstance(action, Release):
+                self._released.add(action.request_id)
+            elif isinstance(action, DigestBlocks):
+                self.undigested.put(action.transfer_id)
+            else:
+                action.link.queue(action.message if isinstance(action, Send) else action)
+                self._queued.add(action.link)
+        if self._released or self.consumer.has_outcomes:
+            self.wakeup.set()
+
+    def _flush(self) -> None:
+        """Send queued items without blocking; writer threads send the rest. Sending here is faster
+        than waking a thread."""
+        while True:
+            with self.lock:
+                links, self._queued = self._queued, set()
+            if not links:
+                return
+            for link in links:
+                if link.transport and link.writing.acquire(blocking=False):
+                    try:
+                        self._write_queued(link, may_wait=False)
+                    except (OSError, KvTransferError) as error:
+                        self.fail_link(link, error)
+                    finally:
+                        link.writing.release()
+                if link.has_items:
+                    link.wake_writer()
+
+    def _write_queued(self, link: Link, *, may_wait: bool) -> None:
+        """Send queued items in order. The caller holds `link.writing`, and then calls `_flush`."""
+        if may_wait:
+            link.write_pieces([])
+        while (item := link.take()) is not None:
+            if isinstance(item, SendChunk):
+                if not (may_wait or (link.producer is not None and link.producer.is_quick)):
+                    link.put_back(item)
+                    return
+                self._send_chunk(link, item)
+            elif may_wait:
+                link.write(item)
+            elif not link.write_some(item):
+                return
+
+    def _send_chunk(self, link: Link, chunk: SendChunk[Link]) -> None:
+        """Send a chunk, unless its transfer was closed or rewound meanwhile."""
+        channel = link.producer
+        if channel is None:
+            raise KvTransferError("this end of the link receives")
+        with self.lock:
+            if not self.producer.begin_copy(chunk):
+                return
+        sent_bytes = 0
+        begun = time.monotonic()
+        try:
+            region = source_of(self.local.regions, chunk.part)
+            size = region.size_bytes(len(chunk.block_ids))
+            message = ChunkReady(chunk.transfer_id, chunk.first, len(chunk.block_ids), size)
+            channel.send(message, chunk.block_ids, chunk.part)
+            sent_bytes = size
+        finally:
+            now = time.monotonic()
+            with self.lock:
+                self._queue(self.producer.end_copy(chunk, now, now - begun, sent_bytes))
+                self._copy_ended.notify_all()
+                if sent_bytes:
+                    self.counters.pushed_bytes += sent_bytes
+                    self.counters.pushed_blocks += len(chunk.block_ids)
+                    self.counters.push_s += now - begun

@@ -1,0 +1,143 @@
+"""The threads of a worker's links: a reader and a writer for each link, and one for digests."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from kv_transfer.errors import ProtocolError
+from kv_transfer.protocol.messages import ChunkReady, Inner
+from kv_transfer.protocol.transport import source_of, target_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kv_transfer.protocol.driver import Driver
+    from kv_transfer.protocol.link import ConsumerChannel, Link
+    from kv_transfer.protocol.messages import KvMessage
+    from kv_transfer.protocol.producer import Action
+
+logger = logging.getLogger(__name__)
+
+
+def start_reader(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
+    """Start the link's reader thread, which does the handshake first and then starts the writer.
+    Raises RuntimeError if there can be no more threads."""
+    thread = threading.Thread(
+        target=_read, args=(link, driver, handshake), daemon=True, name="kv-link"
+    )
+    link.thread = thread
+    thread.start()
+
+
+def start_digester(driver: Driver) -> threading.Thread:
+    """Start and return the digest thread. It computes digests while the blocks are sent: on the
+    sending thread, each chunk would wait for its digests."""
+    thread = threading.Thread(target=_digest, args=(driver,), daemon=True, name="kv-digest")
+    thread.start()
+    return thread
+
+
+def _read(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
+    writer = threading.Thread(target=_write, args=(link, driver), daemon=True, name="kv-write")
+    try:
+        driver.local.regions[0].enter_thread()
+        handshake()
+        link.end_handshake()
+        writer.start()
+        while not link.is_down:
+            _receive(link, driver, link.read())
+    except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
+        driver.fail_link(link, error)
+    finally:
+        driver.drop_link(link, "closed")
+        if writer.ident is not None:
+            writer.join()
+        link.release()
+        link.is_over = True
+
+
+def _write(link: Link, driver: Driver) -> None:
+    """Send queued items that the driver could not send without waiting."""
+    try:
+        driver.local.regions[0].enter_thread()
+        if link.producer is not None:
+            with link.writing:
+                link.producer.open()
+        while link.wait_for_items():
+            driver.write(link)
+    except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
+        driver.fail_link(link, error)
+
+
+def _receive(link: Link, driver: Driver, message: KvMessage) -> None:
+    """Handle one message of the peer."""
+    producing, consuming = link.producer, link.consumer
+
+    def decide(now: float) -> Iterable[Action[Link]]:
+        if link.is_down:
+            return []
+        if consuming is None:
+            return driver.producer.on_message(link, message, now)
+        return driver.consumer.on_message(
+            link, message, now, consuming.name, is_pull=consuming.is_pull
+        )
+
+    if isinstance(message, Inner):
+        channel = consuming or producing
+        assert channel is not None, "the handshake is over"
+        channel.on_inner(message.body)
+    elif isinstance(message, ChunkReady) and consuming is not None:
+        _receive_chunk(link, driver, consuming, message)
+    else:
+        driver.drive(decide)
+
+
+def _receive_chunk(link: Link, driver: Driver, channel: ConsumerChannel, chunk: ChunkReady) -> None:
+    """Write a chunk into its blocks, or discard it."""
+    with driver.lock:
+        place = driver.consumer.begin_chunk(link, chunk)
+    if place is None:
+        channel.receive(chunk, None, None)
+        return
+    begun = time.monotonic()
+    try:
+        region = target_of(driver.local.regions, place.part)
+        if chunk.size != region.size_bytes(chunk.count):
+            raise ProtocolError(f"{chunk.count} blocks are not {chunk.size} bytes")
+        digests = channel.receive(chunk, place.block_ids, place.part)
+    except BaseException as error:
+        reason = str(error)
+        driver.drive(lambda _: driver.consumer.abort_chunk(link, chunk, reason))
+        raise
+    driver.drive(lambda now: driver.consumer.end_chunk(link, chunk, now, now - begun, digests))
+
+
+def _digest(driver: Driver) -> None:
+    driver.local.regions[0].enter_thread()
+    while (transfer_id := driver.undigested.get()) is not None:
+        while not driver.is_closing and _digest_next(driver, transfer_id):
+            pass
+
+
+def _digest_next(driver: Driver, transfer_id: str) -> bool:
+    """Compute the digests of at most one chunk. Return False if none are due."""
+    with driver.lock:
+        blocks = driver.producer.undigested(transfer_id)
+    if blocks is None:
+        return False
+    begun = time.monotonic()
+    digests = b""
+    try:
+        digests = source_of(driver.local.regions, blocks.part).digests(blocks.block_ids)
+    except Exception:
+        logger.exception("cannot compute the digests of transfer %s", transfer_id)
+
+    def decide(now: float) -> Iterable[Action[Link]]:
+        driver.counters.digest_s += now - begun
+        return driver.producer.digested(blocks, digests, now)
+
+    driver.drive(decide)
+    return True

@@ -1,0 +1,95 @@
+"""The interface of all transports.
+
+Control messages travel on the link; a transport decides how the bytes of a chunk travel. It sends
+them to the consumer (TCP, NCCL), or exports the producer's cache so that the consumer copies from
+it (mapped memory). In both cases only the consumer writes into its own blocks, so it can reuse them
+after a failure without an answer from the producer.
+
+Handshake: the producer makes an `offer`. The consumer opens its end of the first offer that it can
+use, and raises TransportUnavailable for the others. The returned details open the producer's end.
+
+Errors: OSError and KvTransferError end the link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.errors import KvTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kv_transfer.cache.geometry import PagePart
+    from kv_transfer.cache.host_memory import KvRegion, SharedMemory
+    from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
+
+
+class TransportUnavailable(KvTransferError):
+    """The two workers cannot use this transport; the next one is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalKv:
+    """This worker's KV cache: a region for each group, over one memory. `shared` is None if that is
+    not shared memory."""
+
+    regions: tuple[KvRegion, ...]
+    shared: SharedMemory | None
+
+    @property
+    def is_host(self) -> bool:
+        return self.regions[0].is_host
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of the largest block, in bytes."""
+        return max(region.geometry.block_bytes for region in self.regions)
+
+
+def source_of(regions: Sequence[KvRegion], part: PagePart) -> KvRegion:
+    """Return the region of a producer's cache to read."""
+    return regions[part.group].narrowed(part.source_start, part.size)
+
+
+def target_of(regions: Sequence[KvRegion], part: PagePart) -> KvRegion:
+    """Return the region of a consumer's cache to write."""
+    return regions[part.group].narrowed(part.target_start, part.size)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportUsage:
+    """Memory that a transport holds outside the KV cache, and its counters by name. `lost_slots`
+    counts staging slots that are never used again, because the GPU may still write to them."""
+
+    held_bytes: int = 0
+    lost_slots: int = 0
+    totals: Mapping[str, float] = field(default_factory=dict)
+
+
+class Transport:
+    """One way to move bytes."""
+
+    name: str
+
+    def offer(self, local: LocalKv) -> dict[str, Any] | None:
+        """Producer: return the data that the consumer needs, or None if this transport cannot send
+        this cache."""
+        raise NotImplementedError
+
+    def consumer(
+        self, local: LocalKv, offer: dict[str, Any], link: Link
+    ) -> tuple[ConsumerChannel, dict[str, Any]]:
+        """Consumer: open its end; return it and the details for the producer."""
+        raise NotImplementedError
+
+    def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
+        """Producer: open its end."""
+        raise NotImplementedError
+
+    def usage(self) -> TransportUsage:
+        return TransportUsage()
+
+    def close(self) -> None:
+        """Release resources shared by all channels, after the last link ended. Idempotent."""

@@ -1,0 +1,1 @@
+"""KV blocks outside the KV cache."""

@@ -1,0 +1,1 @@
+"""KV over NCCL."""

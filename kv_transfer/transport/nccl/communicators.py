@@ -1,0 +1,246 @@
+"""NCCL's communicators: one for each end of a link, and a limit on their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.errors import KvTransferError, LinkClosed
+from kv_transfer.protocol.messages import Inner, pack
+from kv_transfer.transport.nccl.binding import Result
+from kv_transfer.transport.nccl.limits import RECEIVER, SENDER
+from kv_transfer.transport.nccl.messages import Ended
+from kv_transfer.transport.nccl.staging import SlotLost, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kv_transfer.protocol.link import Link
+    from kv_transfer.transport.nccl.binding import Nccl
+    from kv_transfer.transport.nccl.limits import Limits
+    from kv_transfer.transport.nccl.staging import Gpu, StagingSlot
+
+logger = logging.getLogger(__name__)
+
+# A tenth of the slowest wire that is worth using.
+MIN_BYTES_PER_S = 1e8
+
+
+class Communicator:
+    """A link's communicator of two ranks, at this end. A thread holds `in_use` while it uses, or
+    may use, the communicator. `number` counts the communicators that this one was, to tell messages
+    about an earlier one apart."""
+
+    def __init__(
+        self, rank: int, nccl: Nccl, gpu: Gpu, limits: Limits, pool: Communicators, link: Link
+    ) -> None:
+        self.rank = rank
+        self.in_use = threading.Lock()
+        self.number = 0
+        self._nccl = nccl
+        self._gpu = gpu
+        self._limits = limits
+        self._pool = pool
+        self._link = link
+        self._handle = 0  # NCCL's, 0 if closed
+        pool.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        return self._handle != 0
+
+    def check(self) -> None:
+        """Raise LinkClosed if the link is down."""
+        if self._link.is_down:
+            raise LinkClosed("the link went down")
+        if self.rank == SENDER:
+            return
+        # The receiving thread is the link's reader, so no other thread would notice that the
+        # producer is gone. Peek only: the producer's next message may have arrived already, because
+        # its send can complete before our receive.
+        with contextlib.suppress(BlockingIOError):
+            if not self._link.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise LinkClosed("the producer closed the link inside a chunk")
+
+    def enter(self) -> None:
+        """Wait for room for this communicator, which is in use. Raises KvTransferError."""
+        self._pool.enter(self)
+
+    def retire(self) -> None:
+        """Close the idle communicator and notify the peer, whose end is useless now."""
+        if self.is_open:
+            self.abort()
+            self._link.post(Inner(pack(Ended(self.number))))
+
+    def close(self) -> None:
+        """Close the communicator for good, as its link has ended. Idempotent."""
+        self.abort()
+        self._pool.remove(self)
+
+    def abort(self) -> None:
+        """Close the communicator, also in the middle of an operation. Idempotent."""
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._nccl.abort(handle)
+        self._pool.leave(self)
+
+    def join(self, number: int, unique_id: bytes, slot: StagingSlot, timeout_s: float) -> None:
+        with self._gpu.on(slot.stream):
+            result, self._handle = self._nccl.comm_init(unique_id, self.rank, self._limits.max_ctas)
+            self.number = number
+            self._pool.made += 1
+            self._check_result(result)
+            until(self.is_taken, timeout_s, "joining a communicator", self.check)
+
+    def post(
+        self,
+        slot: StagingSlot,
+        moves: list[tuple[int, int]],
+        on_posted: Callable[[], None] | None = None,
+    ) -> None:
+        """Post sends or receives (address, bytes) on the slot's stream, which is current."""
+        post = self._nccl.send if self.rank == SENDER else self._nccl.recv
+        stream = slot.stream.cuda_stream
+        self._check_result(self._nccl.group_start())
+        results = [post(self._handle, 1 - self.rank, *move, stream) for move in moves]
+        for result in (*results, self._nccl.group_end()):
+            self._check_result(result)
+        if on_posted is not None:
+            on_posted()  # before NCCL has enqueued: the first time, that needs the peer's post
+        # Wait until NCCL has enqueued, so that later work on the stream cannot overtake it.
+        until(self.is_taken, self._limits.min_move_s, "posting to NCCL", self.check)
+
+    def wait_until_moved(self, slot: StagingSlot, size: int) -> None:
+        event = self._gpu.record(slot.stream)
+        seconds = max(self._limits.min_move_s, size / MIN_BYTES_PER_S)
+        until(lambda: self._has_moved(event), seconds, "moving a chunk over NCCL", self.check)
+
+    def _has_moved(self, event: Any) -> bool:
+        self.is_taken()
+        return self._gpu.has_fired(event)
+
+    def is_taken(self) -> bool:
+        """Return True if NCCL has completed the last call. Raises KvTransferError."""
+        result = self._nccl.async_error(self._handle)
+        self._check_result(result)
+        return result is Result.SUCCESS
+
+    def _check_result(self, result: Result) -> None:
+        if result not in (Result.SUCCESS, Result.IN_PROGRESS):
+            raise KvTransferError(f"NCCL: {result.name}: {self._nccl.last_error(self._handle)}")
+
+    def fail(self, slot: StagingSlot, error: BaseException) -> None:
+        """Abort after an error. Raises SlotLost if the GPU does not become idle in time."""
+        self._pool.aborted += self.is_open
+        self.abort()
+        try:
+            events = [self._gpu.record(stream) for stream in (slot.stream, slot.copies)]
+            # A consumer waits without limit, because its blocks are reused when this returns.
+            limit_s = math.inf if self.rank == RECEIVER else self._limits.quarantine_s
+            for event in events:
+                until(lambda e=event: self._gpu.has_fired(e), limit_s, "the GPU's rest", _nothing)  # type: ignore[misc]
+        except (KvTransferError, RuntimeError) as stuck:
+            raise SlotLost(f"{error}; {stuck}") from error
+
+
+class Communicators:
+    """The communicators of a process. Those that are open fit in the budget.
+
+    Above it, the least recently used idle one is closed. If each request closed the communicator of
+    another, all would wait for joins, so one that was just used is kept for `keep_s` more.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._all: set[Communicator] = set()
+        self._open: OrderedDict[Communicator, float] = OrderedDict()  # used at, oldest first
+        self._lock = threading.Lock()
+        self._most_needed = limits.budget_bytes
+        self.made = 0
+        self.evicted = 0
+        self.aborted = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self._limits.communicator_bytes(each.rank) for each in list(self._open))
+
+    def add(self, member: Communicator) -> None:
+        """Count the communicator of a new link, and warn if there is no room for all."""
+        with self._lock:
+            self._all.add(member)
+            count, needed = len(self._all), self._needed(each.rank for each in self._all)
+            is_new = needed > self._most_needed
+            self._most_needed = max(self._most_needed, needed)
+        if is_new:
+            logger.warning(
+                "%d NCCL links share the memory of fewer communicators: they take turns, and each"
+                " turn costs up to a second. Set worker.kv.nccl_budget_bytes to %d or more, or"
+                " lower worker.kv.nccl_max_ctas",
+                count,
+                needed,
+            )
+
+    def remove(self, member: Communicator) -> None:
+        with self._lock:
+            self._all.discard(member)
+
+    def enter(self, member: Communicator) -> None:
+        """Make room for `member`, whose `in_use` the caller holds. Raises
+        KvTransferError if all others stay in use until the deadline."""
+        asked_at = time.monotonic()
+        until(
+            lambda: self._admit(member, asked_at),
+            self._limits.op_s,
+            "room for a communicator",
+            member.check,
+        )
+
+    def _admit(self, member: Communicator, asked_at: float) -> bool:
+        with self._lock:
+            ranks = [member.rank, *(each.rank for each in self._open)]
+            if member in self._open or self._needed(ranks) <= self._limits.budget_bytes:
+                self._open[member] = time.monotonic()
+                self._open.move_to_end(member)
+                return True
+            idle = self._take_idle(member.rank, asked_at)
+        if idle is not None:
+            try:  # without the lock: an abort may be slow
+                idle.retire()
+                self.evicted += 1
+            finally:
+                idle.in_use.release()
+        return False
+
+    def _needed(self, ranks: Iterable[int]) -> int:
+        """Return the memory of these ends. Senders leave room for one receiver and vice versa: if
+        they waited for each other, processes that do both could stop one another."""
+        counts = Counter(ranks)
+        size = self._limits.communicator_bytes
+        return sum(max(1, counts[rank]) * size(rank) for rank in (SENDER, RECEIVER))
+
+    def _take_idle(self, rank: int, asked_at: float) -> Communicator | None:
+        """Return the one to close for a communicator of `rank`, in use by the caller."""
+        now, others = time.monotonic(), sum(each.rank != rank for each in self._open)
+        for each, used_at in self._open.items():
+            if now - min(used_at, asked_at) < self._limits.keep_s:
+                return None
+            if (each.rank == rank or others > 1) and each.in_use.acquire(blocking=False):
+                return each
+        return None
+
+    def leave(self, member: Communicator) -> None:
+        with self._lock:
+            self._open.pop(member, None)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,37 @@
+"""Options that set configuration keys, shared by the commands that serve."""
+
+from __future__ import annotations
+
+ENGINE = {
+    "--model": "worker.model",
+    "--model-name": "worker.model_names",
+    "--engine": "worker.engine",
+    "--kv-connector": "worker.kv.connector",
+    "--kv-transport": "worker.kv.transports",
+}
+PARSERS = {
+    "--tool-call-parser": "router.tool_call_parser",
+    "--reasoning-parser": "router.reasoning_parser",
+}
+ROUTER = {
+    "--http-host": "router.http_host",
+    "--http-port": "router.http_port",
+    "--shared-http-port": "router.shared_http_port",
+    "--grpc-port": "router.grpc_port",
+    "--require-auth": "router.access.require_auth",
+    **PARSERS,
+}
+_POOLS = {
+    "--prefill": "up.prefill.workers",
+    "--decode": "up.decode.workers",
+    "--max-prefill": "up.prefill.max_workers",
+    "--max-decode": "up.decode.max_workers",
+    "--aggregated": "up.aggregated.workers",
+    "--pooling": "up.pooling.workers",
+    "--routers": "up.routers",
+}
+# `pdserve upgrade` lacks these: they belong to one machine.
+_FILES = {"--ready-file": "up.ready_file", "--run-dir": "up.run_dir"}
+PROCESSES = {**_POOLS, **_FILES}
+UPGRADE = {**_POOLS, **ENGINE, **ROUTER}
+UP = {**PROCESSES, **ENGINE, **ROUTER}

@@ -1,0 +1,65 @@
+"""Restart back-off of processes, and reasons of their deaths."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FIRST_PAUSE_S = 1.0
+FORGIVEN_AFTER_S = 300.0  # a process that ran this long starts with no deaths counted
+_CRASH_LOOP = 2  # number of deaths, each after less than FORGIVEN_AFTER_S
+_MAX_DOUBLINGS = 16
+_TAIL_BYTES = 65536
+_MAX_REASON = 500  # characters
+# A line of a level below error, as pdserve (time first) and vLLM (process first) write it.
+_NOT_AN_ERROR = re.compile(r"(\([^)]*\) )?([\d-]+ [\d:,]+ )?(DEBUG|INFO|WARNING) ")
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The recent deaths of one process. It is restarted without limit, after a pause that doubles
+    with each death up to `longest_pause_s`."""
+
+    longest_pause_s: float
+    deaths: int = 0
+    reason: str = ""  # of the last death
+
+    def died(self, ran_s: float, reason: str) -> float:
+        """Count a death after `ran_s` seconds. Return the pause before the restart in seconds."""
+        self.deaths = 1 if ran_s >= FORGIVEN_AFTER_S else self.deaths + 1
+        self.reason = reason
+        doublings = min(self.deaths - 1, _MAX_DOUBLINGS)
+        return min(self.longest_pause_s, FIRST_PAUSE_S * 2.0**doublings)
+
+    @property
+    def is_crash_looping(self) -> bool:
+        return self.deaths >= _CRASH_LOOP
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """Return the last `count` lines of a log that say what went wrong: neither empty, nor of a
+    level below error. Return its last lines if all are. Return none if the file does not exist."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read(_TAIL_BYTES).decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    return ([line for line in lines if not _NOT_AN_ERROR.match(line)] or lines)[-count:]
+
+
+def death_reason(code: int, failure: str, log: Path) -> str:
+    """Return why a process died: its reported `failure`, the signal, or the last line of its log.
+    `code` is the exit code, or the negative signal number."""
+    if not failure and code < 0:
+        failure = f"killed by signal {-code}"
+        if -code in list(signal.Signals):
+            failure += f" ({signal.Signals(-code).name})"
+    elif not failure:
+        failure = ": ".join([f"exit code {code}", *last_lines(log, 1)])
+    return failure[:_MAX_REASON]

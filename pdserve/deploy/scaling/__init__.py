@@ -1,0 +1,1 @@
+"""Decisions about numbers of workers by load, and about canaries."""

@@ -1,0 +1,1 @@
+"""Model files: download, tokenizer, chat template; and prefix hashes of prompts."""

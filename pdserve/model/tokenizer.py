@@ -1,0 +1,378 @@
+"""The tokenizer and chat template of a model, without transformers or torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from pdserve.errors import ConfigError, InvalidRequest, UnsupportedField
+from pdserve.model.chat_template import ChatTemplate, ParserNames
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_FAST, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+# Below rpc.MAX_MESSAGE_BYTES, since workers send the files in one message. Published tokenizers
+# have up to 35 MB.
+MAX_FILES_BYTES = 48 << 20
+
+# Texts are encoded one at a time, so the library's threads would only add delay.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageImage:
+    """An image of a message: an encoded file, or its address. `detail`: as in OpenAI's API.
+    `field`: its place in the client's request, for errors."""
+
+    source: bytes | str = field(repr=False)
+    detail: str
+    field: str
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """One message of a conversation. The template gets only fields that are set. `tool_calls` have
+    OpenAI's format, except that their arguments are objects. `parts`: texts and images in order, if
+    the message has images; its `content` is then empty."""
+
+    role: str
+    content: str
+    name: str | None = None
+    reasoning: str | None = None
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    tool_call_id: str | None = None
+    parts: Sequence[str | MessageImage] = ()
+
+    @classmethod
+    def of_parts(cls, role: str, parts: Sequence[str | MessageImage], **fields: Any) -> ChatMessage:
+        """Return a message of these parts. Texts without images are joined by line breaks."""
+        texts = [x for x in parts if isinstance(x, str)]
+        if len(texts) == len(parts):
+            return cls(role, "\n".join(texts), **fields)
+        return cls(role, "", parts=parts, **fields)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Input of a chat template. `variables`: further template variables. `tools`: in OpenAI's
+    format. The answer begins a new message, or continues the last one if
+    `continue_final_message`."""
+
+    messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def images(self) -> list[MessageImage]:
+        return [x for m in self.messages for x in m.parts if isinstance(x, MessageImage)]
+
+    @property
+    def chars(self) -> int:
+        """Number of characters that the template gets. Objects count as JSON."""
+        count = 0
+        for message in self.messages:
+            count += len(message.content)
+            if message.parts:
+                count += sum(len(x) for x in message.parts if isinstance(x, str))
+            if message.name is not None:
+                count += len(message.name)
+            if message.reasoning is not None:
+                count += len(message.reasoning)
+            if message.tool_calls:
+                count += len(json.dumps(message.tool_calls, ensure_ascii=False))
+        for objects in (self.variables, self.tools):
+            if objects:
+                count += len(json.dumps(objects, ensure_ascii=False))
+        return count
+
+
+def plain_messages(chat: Conversation) -> list[dict[str, Any]]:
+    """Return the messages as chat templates get them. An image is the part {"type": "image"}."""
+    plain: list[dict[str, Any]] = [{"role": x.role, "content": x.content} for x in chat.messages]
+    for message, values in zip(chat.messages, plain, strict=True):
+        if message.parts:
+            values["content"] = [
+                {"type": "text", "text": x} if isinstance(x, str) else {"type": "image"}
+                for x in message.parts
+            ]
+        if message.name is not None:
+            values["name"] = message.name
+        if message.reasoning is not None:
+            # Some published templates read `reasoning_content`, others `reasoning`.
+            values["reasoning_content"] = values["reasoning"] = message.reasoning
+        if message.tool_calls:
+            values["tool_calls"] = message.tool_calls
+        if message.tool_call_id is not None:
+            values["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+class TextPair(NamedTuple):
+    """Two texts that a cross-encoder compares."""
+
+    first: str
+    second: str
+
+
+def read_files(path: Path) -> dict[str, bytes]:
+    """Return the contents by name of the tokenizer files that `Tokenizer.load` takes. `path` is a
+    model directory, or a file of Mistral's own library. The result is empty if the model has no
+    tokenizer. Raises ConfigError naming a file that cannot be read, and above MAX_FILES_BYTES."""
+    paths = [path] if path.is_file() else [path / name for name in (_FAST, _CONFIG, _TEMPLATE)]
+    if not paths[0].is_file():
+        return {}
+    try:
+        found = {each.name: each.read_bytes() for each in paths if each.is_file()}
+    except OSError as error:
+        raise ConfigError(f"cannot read the tokenizer: {error}", field="model") from error
+    if (size := sum(map(len, found.values()))) > MAX_FILES_BYTES:
+        text = f"the tokenizer in {path} has {size} bytes; at most {MAX_FILES_BYTES} are sent"
+        raise ConfigError(text, field="model")
+    return found
+
+
+def digest_of(files: Mapping[str, bytes]) -> str:
+    """Return the digest that identifies a tokenizer, or "" without files."""
+    each = (f"{name} {hashlib.sha256(files[name]).hexdigest()}\n" for name in sorted(files))
+    return hashlib.sha256("".join(each).encode()).hexdigest() if files else ""
+
+
+class Tokenizer:
+    """Converts text to token ids. Plain text gets the special tokens of `tokenizer.json`. A
+    conversation gets only those that its template inserts, because it would have two BOS tokens
+    otherwise."""
+
+    def __init__(self, fast: FastTokenizer, template: ChatTemplate | None) -> None:
+        # A tokenizer saved after training may have truncation and padding enabled.
+        fast.no_truncation()
+        fast.no_padding()
+        self._fast = fast
+        self._template = template
+        # Length of the longest token, in characters. A text N times as long has at least N tokens.
+        self.longest_token = max(map(len, fast.get_vocab()), default=1)
+        self.files: Mapping[str, bytes] = {}  # the files that this was loaded from
+
+    @property
+    def parsers(self) -> ParserNames:
+        """The parsers for the model's output, detected from its chat template."""
+        return ParserNames() if self._template is None else self._template.parsers
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The tokenizer's configuration with its chat template. Special tokens are text."""
+        found: dict[str, Any] = json.loads(self.files.get(_CONFIG, b"{}"))
+        found |= _special_tokens(found)
+        if _TEMPLATE in self.files:
+            found["chat_template"] = self.files[_TEMPLATE].decode()
+        return found
+
+    @staticmethod
+    def load(files: Mapping[str, bytes]) -> Tokenizer:
+        """Return the tokenizer of the files that `read_files` returned: `tokenizer.json`,
+        `tokenizer_config.json` and `chat_template.jinja`, or a file of Mistral's own library. The
+        separate template overrides the one in the configuration. Raises ConfigError naming the
+        file."""
+        if not files:
+            raise ConfigError("the model has no tokenizer.json", field="model")
+        if _FAST not in files:
+            return MistralTokenizer(files)
+        try:
+            fast = FastTokenizer.from_buffer(files[_FAST])
+        # For an unreadable file the library raises Exception itself, not a subclass.
+        except Exception as error:
+            raise ConfigError(f"{_FAST} is not a tokenizer: {error}", field="model") from error
+        tokenizer = Tokenizer(fast, _read_template(files))
+        tokenizer.files = files
+        return tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of `text`. Raises InvalidRequest if it has a lone surrogate."""
+        _check_unicode(text)
+        # The batch call computes no offsets, and releases the GIL.
+        encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return tuple(encoding.ids)
+
+    def encode_pair(self, pair: TextPair) -> tuple[tuple[int, ...], int]:
+        """Return the token ids of both texts, and the index where the second text begins."""
+        encoding = self._fast.encode(*pair)
+        first = next((i for i, x in enumerate(encoding.type_ids) if x), len(encoding.ids))
+        return tuple(encoding.ids), first
+
+    @cached_property
+    def truncation_side(self) -> str:
+        """The side on which the model's configuration truncates texts: left or right."""
+        return "left" if self.info.get("truncation_side") == "left" else "right"
+
+    def encode_within(self, texts: Sequence[str], most: int) -> tuple[tuple[int, ...], int]:
+        """Return at most `most` token ids of one text or a pair, and the index where the second
+        text begins. As with transformers' `truncation=True`, special tokens are kept, and the
+        longer text of a pair is truncated first."""
+        for text in texts:
+            _check_unicode(text)
+        parts = [self._fast.encode(text, add_special_tokens=False) for text in texts]
+        room = max(0, most - self._fast.num_special_tokens_to_add(len(parts) == 2))
+        for part, size in zip(parts, _shares(list(map(len, parts)), room), strict=True):
+            part.truncate(size, direction=self.truncation_side)
+        encoding = self._fast.post_process(parts[0], parts[1] if len(parts) > 1 else None)
+        first = next((i for i, x in enumerate(encoding.type_ids) if x), len(encoding.ids))
+        return tuple(encoding.ids)[:most], min(first, most)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, special tokens included."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=False)
+
+    def render_chat(self, chat: Conversation) -> str:
+        """Return the conversation as text, up to the start of the answer. Raises InvalidRequest
+        (field `messages`) if the model has no template or the template rejects the messages."""
+        if self._template is None:
+            raise InvalidRequest(
+                "the model has no chat template; send a prompt instead", field="messages"
+            )
+        self.check_tools(chat)
+        variables = {**chat.variables, "tools": chat.tools} if chat.tools else chat.variables
+        return self._template.render(
+            plain_messages(chat),
+            variables,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+        )
+
+    def check_tools(self, chat: Conversation) -> None:
+        """Raise UnsupportedField if the conversation has tools that the template ignores."""
+        if chat.tools and self._template is not None and not self._template.takes_tools:
+            text = "'tools': the model's chat template does not take tools"
+            raise UnsupportedField(text, field="tools")
+
+    def encode_chat(
+        self, chat: Conversation, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Return the token ids of the conversation, up to the start of the answer."""
+        return self.encode(self.render_chat(chat), add_special_tokens=add_special_tokens)
+
+
+class MistralTokenizer(Tokenizer):
+    """A tokenizer of Mistral's own library (`tekken.json`, or a versioned sentencepiece model). The
+    library formats conversations without a template."""
+
+    parsers = ParserNames("mistral")
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        ((name, content),) = files.items()
+        self.files = files
+        try:
+            from mistral_common.protocol.instruct.validator import ValidationMode
+            from mistral_common.tokens.tokenizers import mistral
+        except ImportError as error:
+            raise ConfigError(f"{name} needs the package mistral-common", field="model") from error
+        # The library loads only from a path, and detects the format by the file's name.
+        with TemporaryDirectory(prefix="pdserve-tokenizer-") as directory:
+            file = Path(directory, Path(name).name)
+            file.write_bytes(content)
+            # vLLM uses this mode too.
+            self._mistral = mistral.MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
+        self.longest_token = max(map(len, self._mistral.instruct_tokenizer.tokenizer.vocab()))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        _check_unicode(text)
+        tokenizer = self._mistral.instruct_tokenizer.tokenizer
+        return tuple(tokenizer.encode(text, bos=add_special_tokens, eos=False))
+
+    def encode_within(self, texts: Sequence[str], most: int) -> tuple[tuple[int, ...], int]:
+        return self.encode(texts[0])[:most], 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+
+        tokenizer = self._mistral.instruct_tokenizer.tokenizer
+        return tokenizer.decode(list(token_ids), special_token_policy=SpecialTokenPolicy.KEEP)
+
+    def encode_chat(
+        self, chat: Conversation, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        from mistral_common.exceptions import MistralCommonException
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest
+
+        if chat != Conversation(chat.messages, tools=chat.tools) or add_special_tokens:
+            raise InvalidRequest(
+                "the model has no chat template, so it accepts no template options",
+                field="messages",
+            )
+        for message in chat.messages:
+            _check_unicode(message.content)
+        names = {"developer": "system"}  # the library has no role `developer`
+        plain: list[Any] = [
+            {"role": names.get(x.role, x.role), "content": x.content} for x in chat.messages
+        ]
+        for message, values in zip(chat.messages, plain, strict=True):
+            if message.tool_calls:
+                values["tool_calls"] = [
+                    {**x, "function": {**x["function"], "arguments": json.dumps(arguments)}}
+                    for x in message.tool_calls
+                    for arguments in [x["function"]["arguments"]]
+                ]
+            if message.tool_call_id is not None:
+                values["tool_call_id"] = message.tool_call_id
+        try:
+            tools: Any = [*chat.tools] or None
+            request = ChatCompletionRequest.from_openai(messages=plain, tools=tools)
+            return tuple(self._mistral.encode_chat_completion(request).tokens)
+        except (MistralCommonException, ValueError) as error:
+            raise InvalidRequest(
+                f"Mistral's tokenizer refuses these messages: {error}", field="messages"
+            ) from error
+
+
+def _shares(sizes: Sequence[int], room: int) -> list[int]:
+    """Divide `room` tokens among one or two texts, as the library's `longest_first` does."""
+    if sum(sizes) <= room or len(sizes) == 1:
+        return [min(size, room) for size in sizes]
+    short = min(*sizes, room // 2)
+    return [short, room - short] if sizes[0] <= sizes[1] else [room - short, short]
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the text has a lone surrogate", field="prompt") from error
+
+
+def _read_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
+    name = _CONFIG
+    try:
+        config: Any = json.loads(files.get(name, b"{}").decode())
+        if not isinstance(config, dict):
+            raise ConfigError(f"{name} does not hold a JSON object", field="model")
+        template = config.get("chat_template")
+        name = _TEMPLATE
+        if name in files:
+            template = files[name].decode()
+    except ValueError as error:
+        raise ConfigError(f"cannot read {name}: {error}", field="model") from error
+    if isinstance(template, list):
+        # Older files have several named templates; "default" is for conversations without tools.
+        template = {x.get("name"): x.get("template") for x in template}.get("default")
+    if template is None:
+        return None
+    if not isinstance(template, str):
+        raise ConfigError(f"{_CONFIG}: chat_template is not text", field="model")
+    return ChatTemplate(template, _special_tokens(config))
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each special token by name. The configuration has either the text, or an
+    object with `content`."""
+    named = {name: value for name, value in config.items() if name.endswith("_token")}
+    tokens = {x: y.get("content") if isinstance(y, dict) else y for x, y in named.items()}
+    return {x: y for x, y in tokens.items() if isinstance(y, str)}

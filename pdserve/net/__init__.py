@@ -1,0 +1,1 @@
+"""Sockets, frames, gRPC and HTTP."""

@@ -1,0 +1,69 @@
+"""Placement decisions as text, for `pdserve explain` and the console."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.v1 import admin_pb2 as a
+
+
+def outcome(decision: a.PlacementDecision) -> str:
+    if decision.refused:
+        return f"rejected: {decision.refused}"
+    if not decision.decode:
+        return "waits for capacity"
+    if decision.prefill:
+        return f"prefill on {decision.prefill}, decode on {decision.decode}"
+    return f"aggregated on {decision.decode}"
+
+
+def details(decision: a.PlacementDecision) -> list[str]:
+    """Return lines with the cause of a repeated placement, the request's needs and exclusions."""
+    found = [f"placed again: {decision.cause}"] if decision.cause else []
+    more = ", one token requested" if decision.prefill_only else ""
+    more += f", adapter {decision.adapter}" if decision.adapter else ""
+    more += f", {decision.images} image(s)" if decision.images else ""
+    found.append(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{more}")
+    if decision.HasField("revision"):
+        cohort = f"workers of revision {decision.revision or '(none)'} only"
+        if decision.HasField("spilled_from"):
+            cohort += f": revision {decision.spilled_from or '(none)'} has none for it"
+        found.append(cohort)
+    if decision.avoid or decision.excluded:
+        pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.excluded]
+        found.append(f"excluded: {', '.join([*decision.avoid, *pairs])}")
+    return found
+
+
+def total(candidate: a.PlacementCandidate) -> float | None:
+    """Return the worker's total score, or that of the prefill phase if there is no total. None: it
+    was not scored."""
+    totals = candidate.totals
+    return totals["total"] if "total" in totals else totals.get("prefill")
+
+
+def scores(candidate: a.PlacementCandidate) -> str:
+    """Return the weighted scores of a worker by phase, or the reason why it has none."""
+    if candidate.why_not or not candidate.scores:
+        return candidate.why_not or "all candidates are equal"
+    parts: dict[str, list[str]] = {}
+    for score in candidate.scores:
+        text = f"{score.weight:g}×{score.scorer} {score.score:.3f}"
+        parts.setdefault(score.phase, []).append(text)
+    return "; ".join(f"{phase}: {' + '.join(texts)}" for phase, texts in parts.items())
+
+
+def cached(candidate: a.PlacementCandidate) -> str:
+    """Return the number of prompt tokens in a worker's prefix cache, and in its host memory."""
+    tiers = f" ({candidate.tier_tokens} in host memory)" if candidate.tier_tokens else ""
+    return f"{candidate.cached_tokens}{tiers}"
+
+
+def predicted(prediction: a.PlacementPrediction) -> str:
+    where = f"aggregated on {prediction.decode}"
+    if prediction.prefill:
+        where = f"{prediction.prefill} → {prediction.decode}"
+    seconds = sorted(prediction.seconds.items())
+    figures = ", ".join(f"{name.removesuffix('_s')} {x * 1e3:.1f} ms" for name, x in seconds)
+    return f"predicted {where}: {figures}"

@@ -1,0 +1,1 @@
+"""Processes: tie to a parent process, and access to GPUs."""

@@ -1,0 +1,300 @@
+"""Fork server: starts processes as forks of a parent that has imported their modules.
+
+Importing vLLM takes most of an engine's start. `ForkServer` starts the parent, `python -m
+pdserve.process.forkserver FD PID FUNCTION ARGUMENT...`. The parent calls FUNCTION (module:name),
+which imports the modules, and then forks one child for each request. A request is JSON (see
+`start`) with file descriptors: a socket for the replies, and descriptors for the child, whose
+numbers are appended to the child's arguments. The replies are the child's pid and its exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pdserve.process.child import die_with, exit_at_once
+from pdserve.process.logs import MAX_LOG_BYTES, keep_rotating
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+_MAX_REQUEST_BYTES = 1 << 17
+_MAX_ANSWER_BYTES = 32
+_MAX_FDS = 8
+_MAX_REPORT_BYTES = 1 << 20
+_LAST_REPORTS_S = 1.0
+
+
+class ForkFailed(Exception):
+    """The parent process ended before it forked."""
+
+
+class Forked:
+    """A forked process with the methods of `asyncio.subprocess.Process` that callers need."""
+
+    def __init__(self, pid: int, answers: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._answers = answers
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(answers, self._on_end)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._answers)
+        with self._answers:
+            code = self._answers.recv(_MAX_ANSWER_BYTES)
+        # No reply: the parent has ended, and the kernel killed this process with it.
+        self.returncode = int(code) if code else -signal.SIGKILL
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Raises ProcessLookupError if the process has ended."""
+        if self.returncode is not None:
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Process = asyncio.subprocess.Process | Forked
+
+
+class ForkServer:
+    """Owns the parent process, from the first `start` to `close`."""
+
+    def __init__(
+        self, preload: str, log: Path | None = None, arguments: Sequence[str] = ()
+    ) -> None:
+        """`preload` is module:function, called with `arguments`; the parent writes to `log`."""
+        self._preload = (preload, *arguments)
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket
+
+    async def start(
+        self,
+        module: str,
+        *args: str,
+        env: Mapping[str, str],
+        log: Path | None = None,
+        fds: Sequence[int] = (),
+    ) -> Forked:
+        """Run `python -m module *args` in a fork that writes to `log`. Raises ForkFailed."""
+        self.start_parent()
+        request = {"module": module, "args": args, "env": dict(env), "log": log and str(log)}
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with contextlib.ExitStack() as stack:
+            stack.callback(ours.close)
+            try:
+                with theirs:
+                    data = json.dumps(request).encode()
+                    socket.send_fds(self._control, [data], [theirs.fileno(), *fds])
+                pid = int(await asyncio.get_running_loop().sock_recv(ours, _MAX_ANSWER_BYTES))
+            except (OSError, ValueError) as error:
+                raise ForkFailed("the parent process has ended") from error
+            stack.pop_all()
+        return Forked(pid, ours)
+
+    def start_parent(self) -> None:
+        """Start the parent process, if it was not started. Forks wait until it has loaded."""
+        if self._process is not None:
+            return
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = (str(theirs.fileno()), str(os.getpid()), *self._preload)
+        with theirs, contextlib.ExitStack() as stack:
+            log = stack.enter_context(self._log.open("ab")) if self._log else None
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pdserve.process.forkserver", *words],
+                pass_fds=[theirs.fileno()],
+                # A fork copies neither threads nor a CUDA context: numpy must not start threads,
+                # and vLLM must not see a GPU.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Kill the parent. The kernel then kills every process that it forked."""
+        if self._process is not None:
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def launched(
+    forkserver: ForkServer | None,
+    module: str,
+    *args: str,
+    env: Mapping[str, str],
+    log: Path,
+    max_log_bytes: int = MAX_LOG_BYTES,
+) -> AsyncIterator[tuple[Process, asyncio.StreamReader]]:
+    """Fork or execute `python -m module *args` with the options of `add_child_options`. Yield the
+    process, which is killed at the end if it still runs, and its reports, a line of JSON each. Its
+    log is rotated."""
+    ours, theirs = socket.socketpair()
+    reports, writer = await asyncio.open_connection(sock=ours, limit=_MAX_REPORT_BYTES)
+    process: Process | None = None
+    rotating = asyncio.create_task(keep_rotating(log, max_log_bytes))
+    try:
+        with theirs:
+            process = await _start(forkserver, module, *args, env=env, log=log, fd=theirs.fileno())
+        yield process, reports
+    finally:
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        rotating.cancel()
+        writer.close()
+
+
+async def until_ended(process: Process, following: asyncio.Task[None]) -> int:
+    """Return the exit code of a process, or minus the signal that ended it, once `following` has
+    read its reports."""
+    code = await process.wait()
+    # A child of that process may still hold the socket open.
+    await asyncio.wait((following,), timeout=_LAST_REPORTS_S)
+    return code
+
+
+async def _start(
+    forkserver: ForkServer | None,
+    module: str,
+    *args: str,
+    env: Mapping[str, str],
+    log: Path,
+    fd: int,
+) -> Process:
+    """Start a process in its own session, so that a terminal's Ctrl-C reaches only this one. The
+    kernel kills it when this one ends."""
+    if forkserver is not None:
+        # Parent 0: the parent is the fork server, whatever its pid.
+        own = ("--parent-pid", "0", "--report-fd")
+        with contextlib.suppress(ForkFailed):
+            return await forkserver.start(module, *args, *own, env=env, log=log, fds=(fd,))
+    tie = ("--parent-pid", str(os.getpid()), "--report-fd", str(fd))
+    command = (sys.executable, "-m", module, *args, *tie)
+    with log.open("ab") as file:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            env=dict(env),  # uvloop, which Ray's actors run on, takes nothing else
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            pass_fds=(fd,),
+            start_new_session=True,
+        )
+
+
+# The parent process
+
+
+def _serve(control: socket.socket) -> dict[str, Any] | None:
+    """Fork until the socket closes. Return the request in each child, and None in the parent."""
+    children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+    while True:
+        ready, _, _ = select.select([control.fileno(), *children], [], [])
+        for pidfd in children.keys() & ready:
+            pid, answers = children.pop(pidfd)
+            os.close(pidfd)
+            _answer(answers, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            answers.close()
+        if control.fileno() not in ready:
+            continue
+        message, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, _MAX_FDS)
+        if not message:
+            return None
+        answers, handed = socket.socket(fileno=fds[0]), fds[1:]
+        if not (pid := os.fork()):
+            for pidfd, (_, other) in children.items():
+                os.close(pidfd)
+                other.close()
+            control.close()
+            answers.close()
+            return _become(json.loads(message), handed)
+        for fd in handed:
+            os.close(fd)
+        children[os.pidfd_open(pid)] = pid, answers
+        _answer(answers, pid)
+
+
+def _answer(answers: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the client may have ended
+        answers.send(b"%d" % number)
+
+
+def _become(request: dict[str, Any], handed: list[int]) -> dict[str, Any]:
+    """Take over the log, the environment and the file descriptors of `request` in the child."""
+    os.setsid()
+    if request["log"]:
+        with Path(request["log"]).open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    for fd in handed:
+        os.set_inheritable(fd, True)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    tempfile.tempdir = None  # TMPDIR may differ from the parent's
+    request["args"] += map(str, handed)
+    return request
+
+
+def _run(module: str, args: list[str]) -> NoReturn:
+    """Run the module as `python -m` does, and exit."""
+    sys.argv[1:] = args
+    code: object = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # noqa: BLE001 - as Python does
+        traceback.print_exc()
+        code = 1
+    exit_at_once(code if isinstance(code, int) else 1)
+
+
+def _main(fd: str, parent_pid: str, preload: str, *arguments: str) -> None:
+    die_with(int(parent_pid))
+    os.environ.pop("OMP_NUM_THREADS")  # numpy has read it; the engine sets its own
+    module, _, name = preload.partition(":")
+    gc.disable()  # collections while vLLM is imported take a quarter of the time, and free nothing
+    getattr(importlib.import_module(module), name)(*arguments)
+    threads = [(x / "comm").read_text() for x in Path("/proc/self/task").iterdir()]
+    if len(threads) != 1:
+        raise RuntimeError(f"a fork would miss the threads {threads}")
+    # No garbage collection walks what is imported, not even those that vLLM starts.
+    gc.freeze()
+    gc.unfreeze = lambda: None
+    gc.enable()
+    request = _serve(socket.socket(fileno=int(fd)))
+    if request is not None:
+        _run(request["module"], request["args"])
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""OpenAI's Files and Batch API, on the store that routers share."""

@@ -1,0 +1,253 @@
+"""Lifecycle of the process that reads large bodies (router/api/large_bodies.py).
+
+The process starts with the first large body and ends after IDLE_S without one, which releases its
+memory. A body that kills the process is retried once, in a new process. A body that takes too long
+is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from pdserve.errors import ErrorInfo, InvalidRequest, Overloaded, from_info
+from router.api.dialects.fields import Names, read
+from router.operations.rendering import ImagePrompt  # noqa: TC001 - msgspec reads it
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.model.tokenizer import Tokenizer
+    from pdserve.types import ModelInfo
+    from router.api.preprocess import ParsedRequest, Preprocessor
+    from router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+# Smaller bodies are read in the router: that takes a few milliseconds at most.
+LARGE_BODY_BYTES = 64 << 10
+# For one body, including the start of the process. 8 MiB of text take 7 s on a slow core.
+TIMEOUT_S = 30.0
+MEMORY_MIB = 2048
+IDLE_S = 60.0
+MAX_WAITING_BYTES = 128 << 20  # of all queued bodies
+_MAX_REPLY_BYTES = 128 << 20
+_TRIES = 2
+_MAX_TOKENIZERS = 4  # in one process
+COMMAND = (sys.executable, "-m", "router.api.large_bodies")
+GENERATE = "GenerateRequest"  # Job.kind of a gRPC request
+
+
+class Job(Struct):
+    """A body to read. `kind`: name of its class. `previous`: JSON of the previous response's items.
+    `tokenizer`: digest, "" for none. `files`: the tokenizer's, empty if the process has loaded
+    it."""
+
+    kind: str
+    data: bytes
+    previous: bytes
+    model: str
+    max_model_len: int
+    vocab_size: int
+    cross_encoder: bool
+    modalities: dict[str, int]
+    tokenizer: str
+    files: dict[str, bytes]
+
+
+class Done(Struct):
+    """Result of a job. `body`: the body without its prompts, or the whole response of an endpoint
+    that only tokenises. `tokens`: 32-bit token ids of each prompt. `images`: a prompt with images,
+    in place of its tokens. `second_at`, `order`: as in embeddings.Inputs. `items`: JSON of the
+    items of a Responses request."""
+
+    body: bytes = b""
+    tokens: list[bytes] = []
+    images: ImagePrompt | None = None
+    second_at: list[int] = []
+    order: list[int] = []
+    items: bytes = b""
+    error: ErrorInfo | None = None
+
+
+def unpack(done: Done) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt."""
+    return [tuple(np.frombuffer(x, "<u4").tolist()) for x in done.tokens]
+
+
+def put_prompts(parsed: Sequence[ParsedRequest], done: Done) -> None:
+    """Give the prompts of a body that the process has read to its requests."""
+    if done.images is not None:
+        (one,) = parsed
+        one.images = done.images
+        return
+    for one, tokens in zip(parsed, unpack(done), strict=True):
+        one.tokens = tokens
+
+
+class BodyProcess:
+    """State: the process, the digests of its tokenizers, and the bytes of queued bodies. Bodies are
+    read one at a time. Callers send bodies of more than `larger_than` bytes."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        command: Sequence[str] = COMMAND,
+        *,
+        larger_than: int = LARGE_BODY_BYTES,
+        timeout_s: float = TIMEOUT_S,
+        memory_mib: int = MEMORY_MIB,
+    ) -> None:
+        self._metrics = metrics
+        self._command = (*command, "--memory-mib", str(memory_mib))
+        self.larger_than = larger_than
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._known: set[str] = set()
+        self._idle: asyncio.TimerHandle | None = None
+
+    async def read(
+        self,
+        kind: str,
+        data: bytes,
+        model: ModelInfo,
+        tokenizer: Tokenizer | None,
+        previous: bytes = b"",
+    ) -> Done:
+        """Read a body in the process. `kind` and `previous` are fields of Job. Raises the same
+        ClientError as the router's own reader, InvalidRequest if reading takes too much time or
+        memory, and Overloaded if too many bytes are queued."""
+        size = len(data) + len(previous)
+        if self._waiting + size > MAX_WAITING_BYTES:
+            raise Overloaded("too many large bodies wait to be read", retry_after_s=1.0)
+        digest, files = (
+            ("", {}) if tokenizer is None else (model.tokenizer or model.name, tokenizer.files)
+        )
+        job = Job(
+            kind=kind,
+            data=data,
+            previous=previous,
+            model=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            cross_encoder=model.cross_encoder,
+            modalities=dict(model.modalities),
+            tokenizer=digest,
+            files=dict(files),
+        )
+        self._waiting += size
+        try:
+            async with self._turn:
+                done = await self._read(job)
+        finally:
+            self._waiting -= size
+        if done.error is not None:
+            raise from_info(done.error)
+        return done
+
+    async def _read(self, job: Job) -> Done:
+        if self._idle is not None:
+            self._idle.cancel()
+        if job.tokenizer not in self._known and len(self._known) == _MAX_TOKENIZERS:
+            await self._end()
+        files = job.files
+        for _ in range(_TRIES):
+            if self._process is None:
+                await self._start()
+            job.files = {} if job.tokenizer in self._known else files
+            done: Done | None = None
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    done = await self._ask(job)
+            except TimeoutError:
+                self._metrics.count("body_process_failures")
+                raise InvalidRequest(
+                    f"the body takes longer than {self._timeout_s:g} s to read"
+                ) from None
+            except (OSError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+                self._metrics.count("body_process_failures")
+                logger.warning("the process for large bodies has failed: %r", error)
+            finally:
+                # Also if the client has left: the next job must not read this job's reply.
+                if done is None:
+                    await self._end()
+            if done is not None:
+                self._known.add(job.tokenizer)
+                self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._kill)
+                return done
+        raise InvalidRequest("reading the body ended the process for large bodies")
+
+    async def _start(self) -> None:
+        # OpenBLAS, which numpy loads, reserves memory for each thread that it could start.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+        )
+
+    async def _ask(self, job: Job) -> Done:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        data = msgspec.msgpack.encode(job)
+        process.stdin.write(len(data).to_bytes(8))
+        process.stdin.write(data)
+        await process.stdin.drain()
+        size = int.from_bytes(await process.stdout.readexactly(8))
+        if size > _MAX_REPLY_BYTES:
+            raise msgspec.DecodeError(f"a reply of {size} bytes")
+        return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Done)
+
+    def _kill(self) -> asyncio.subprocess.Process | None:
+        process, self._process = self._process, None
+        self._known = set()
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+        return process
+
+    async def _end(self) -> None:
+        if (process := self._kill()) is not None:
+            await process.wait()
+
+    async def close(self) -> None:
+        """End the process. Idempotent."""
+        if self._idle is not None:
+            self._idle.cancel()
+        await self._end()
+
+
+class LargeBodies:
+    """Reads bodies of more than `larger_than` bytes, with the tokenizer of the model that they
+    name."""
+
+    def __init__(self, preprocessor: Preprocessor, process: BodyProcess) -> None:
+        self._preprocessor = preprocessor
+        self._process = process
+        self.larger_than = process.larger_than
+
+    async def names(self, data: bytes) -> Names:
+        """Read only the fields of a body that select its model and previous response. Runs in a
+        thread, so that the event loop can run between several of them."""
+        return await self._preprocessor.run(len(data), partial(read, Names, data))
+
+    async def read(self, kind: str, data: bytes, name: str | None, previous: bytes = b"") -> Done:
+        """Read a body for the model or adapter `name`. Raises as `BodyProcess.read` does, and as
+        `Preprocessor.find_when_ready`."""
+        model = await self._preprocessor.find_when_ready(name or "")
+        tokenizer = await self._preprocessor.tokenizer_or_none(model)
+        return await self._process.read(kind, data, model, tokenizer, previous)

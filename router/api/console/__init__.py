@@ -1,0 +1,1 @@
+"""The console: a web page that shows the router live."""

@@ -1,0 +1,99 @@
+// State that the router has sent. All times are in seconds on the router's clock.
+
+const STEPS_S = 16; // history of steps and KV usage kept for the lanes
+const WINDOW_S = 900;
+
+export class State {
+  hello = null;
+  now = 0;
+  running = 0;
+  queued = 0;
+  open = new Map(); // requests by number
+  ended = []; // in the order of their end
+  workers = new Map(); // by id; each with `steps` and `usage`, both oldest first
+  pairs = [];
+  models = [];
+  onDemand = []; // models started on demand, with their status as text
+  #at = 0;
+
+  /** Return the current time on the router's clock. */
+  clock() {
+    return this.now + (performance.now() - this.#at) / 1e3;
+  }
+
+  /** Convert a time on the router's clock to a date. */
+  date(at) {
+    return new Date((this.hello.unix_time_s + at - this.hello.now) * 1e3);
+  }
+
+  apply(event) {
+    this.now = event.now;
+    this.#at = performance.now();
+    this.running = event.running;
+    this.queued = event.queued;
+    for (const row of event.open) this.open.set(row.n, row);
+    for (const row of event.ended) {
+      const before = this.open.get(row.n);
+      if (before) row.path = before.path;
+      this.open.delete(row.n);
+      this.ended.push(row);
+    }
+    this.#forget();
+    for (const name of event.gone) this.workers.delete(name);
+    for (const row of event.workers) {
+      const before = this.workers.get(row.id);
+      this.workers.set(row.id, Object.assign(row, { steps: before?.steps ?? [], usage: before?.usage ?? [] }));
+    }
+    for (const [name, steps] of Object.entries(event.steps)) this.workers.get(name)?.steps.push(...steps);
+    const old = this.now - STEPS_S;
+    for (const worker of this.workers.values()) {
+      const { steps, usage } = worker;
+      usage.push([this.now, worker.kv_usage ?? 0]);
+      steps.splice(0, Math.max(0, steps.findIndex((x) => x[0] > old)));
+      usage.splice(0, Math.max(0, usage.findIndex((x) => x[0] > old)));
+    }
+    if (event.pairs) this.pairs = event.pairs;
+    if (event.models) this.models = event.models;
+    if (event.on_demand) this.onDemand = event.on_demand;
+  }
+
+  #forget() {
+    const { ended } = this;
+    const tooMany = ended.length - this.hello.kept;
+    let count = Math.max(0, tooMany);
+    while (count < ended.length && ended[count].ended < this.now - WINDOW_S && ended.length - count > 200) count++;
+    if (count) ended.splice(0, count);
+  }
+
+  /** Return the requests that ended in the last `span` seconds. */
+  since(span) {
+    const from = this.now - span;
+    let i = this.ended.length;
+    while (i && this.ended[i - 1].ended >= from) i--;
+    return this.ended.slice(i);
+  }
+
+  /** Return the sorted values of a field of the requests. */
+  values(field) {
+    return [...new Set([...this.open.values(), ...this.ended].map((x) => x[field]))].filter(Boolean).sort();
+  }
+}
+
+/** Return the mean time between the tokens of an answer, or undefined for one token. */
+export function tpotOf(row) {
+  const gaps = (row.usage?.completion_tokens ?? 0) - 1;
+  return gaps > 0 ? (row.ended - row.arrived - row.ttft_s) / gaps : undefined;
+}
+
+/** Return the outcome of a request: queued, running, finished, refused or failed. */
+export function fateOf(row) {
+  if (!row.outcome) return row.admitted ? "running" : "queued";
+  if (row.receipt) return "finished";
+  return row.admitted ? "failed" : "refused";
+}
+
+/** Return true if a request met both targets; undefined if it was not answered. */
+export function metSlo(row, slo) {
+  if (!row.receipt) return undefined;
+  return row.ttft_s <= slo.ttft_s && (tpotOf(row) ?? 0) <= slo.tpot_s;
+}

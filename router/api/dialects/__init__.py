@@ -1,0 +1,1 @@
+"""Request and response bodies of each API, and their shared parts."""

@@ -1,1 +1,0 @@
-"""Files and batches: OpenAI's Batch API on SQLite, shared by the routers of one host."""

@@ -1,0 +1,57 @@
+"""Checks whether a worker can serve together with the workers that are registered already."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pdserve.errors import InvalidRequest
+from pdserve.kv_compatibility import unpaired
+from pdserve.types import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pdserve.types import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+# Fields that must be equal for all workers of a model: the router has one description of a model,
+# and an answer may move between its workers.
+SAME_OF_A_MODEL = ("vocab_size", "max_model_len", "aliases", "sampling_defaults", "tokenizer")
+
+
+def check_compatible(info: WorkerInfo, registered: Iterable[WorkerInfo]) -> None:
+    """Raise InvalidRequest, naming the field, if the worker cannot serve together with the
+    registered ones. Log those with which it cannot exchange KV."""
+    others = [x for x in registered if x.worker_id != info.worker_id]
+    if info.role in (Role.PREFILL, Role.DECODE) and info.kv is None:
+        raise InvalidRequest(
+            f"worker {info.worker_id}: a {info.role} worker needs a kv endpoint",
+            field="worker.kv",
+        )
+    for other in others:
+        if other.model.name != info.model.name:
+            if shared := set(info.model.names) & set(other.model.names):
+                raise InvalidRequest(
+                    f"worker {info.worker_id}: {sorted(shared)} is a name of model "
+                    f"{other.model.name} on worker {other.worker_id}",
+                    field="worker.model.aliases",
+                )
+            continue
+        for name in SAME_OF_A_MODEL:
+            ours, theirs = getattr(info.model, name), getattr(other.model, name)
+            if ours != theirs:
+                raise InvalidRequest(
+                    f"worker {info.worker_id}: model {info.model.name} has {name} {ours}, but "
+                    f"{theirs} on worker {other.worker_id}",
+                    field=f"worker.model.{name}",
+                )
+    for pair in unpaired([info, *others]):
+        if info in (pair.prefill, pair.decode):
+            logger.warning(
+                "%s and %s cannot exchange KV and will not be paired: %s",
+                pair.prefill.worker_id,
+                pair.decode.worker_id,
+                pair.reason,
+            )

@@ -1,0 +1,1 @@
+"""Changes of a running service: drain, roles, adapters, probes."""

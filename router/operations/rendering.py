@@ -1,0 +1,239 @@
+"""Renders prompts with images: fetches them, and has a worker of the model turn them into tokens.
+
+A router has no models. Chat template, tokenizer and image processor of the model run in a process
+beside a prefill or aggregated worker, which any of them does equally.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
+
+from pdserve import wire
+from pdserve.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PdserveError,
+    Unavailable,
+    WorkerFailed,
+)
+from pdserve.model.images import MAX_IMAGE_BYTES, read_header
+from pdserve.types import Role
+from pdserve.v1 import worker_pb2 as w
+from router.operations.drain import worker_stub
+from router.placement.values import MemberState
+
+if TYPE_CHECKING:
+    from pdserve.net.rpc import Dialer
+    from pdserve.types import MediaItem, ModelInfo
+    from router.admission.memory import MediaMemory
+    from router.fleet.member import Member
+    from router.fleet.registry import Fleet
+    from router.metrics import RouterMetrics
+    from router.operations.image_fetch import ImageFetcher
+
+logger = logging.getLogger(__name__)
+
+RENDER_TIMEOUT_S = 30.0
+# Workers asked for one prompt, if they are busy or fail.
+_TRIES = 3
+# Of all processed images of one prompt: a command to a worker may have 64 MiB.
+MAX_MEDIA_BYTES = 48 << 20
+CACHE_BYTES = 128 << 20
+_INDEX = re.compile(r"images\[(\d+)\]")
+
+
+class ImagePrompt(Struct):
+    """A prompt with images, checked against the model. `request`: a RenderRequest message.
+    `urls`: addresses of the images that it lacks, by index. `fields`: the images' places in the
+    client's request, for errors."""
+
+    request: bytes
+    urls: dict[int, str]
+    fields: list[str]
+
+
+class Rendered(NamedTuple):
+    """A rendered prompt. `media`: its images, in order of their offsets."""
+
+    token_ids: tuple[int, ...]
+    media: tuple[MediaItem, ...]
+
+
+class _Cached(NamedTuple):
+    """A rendered prompt, and the worker whose processor made it."""
+
+    member: Member
+    rendered: Rendered
+    size: int
+
+
+class ImageRenderer:
+    """Renders each prompt once while its result is cached, by content. State: the cached results,
+    and the prompts that are being rendered. A result is dropped with its worker: another one may
+    have another processor under the same name of its model."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        dialer: Dialer,
+        fetcher: ImageFetcher,
+        memory: MediaMemory,
+        metrics: RouterMetrics,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self._fleet, self._dialer = fleet, dialer
+        self._fetcher, self._memory, self._metrics = fetcher, memory, metrics
+        self._cache_bytes = cache_bytes
+        self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
+        self._used_bytes = 0
+        self._open: dict[bytes, asyncio.Task[_Cached]] = {}
+
+    async def close(self) -> None:
+        """End the calls to workers."""
+        for task in self._open.values():
+            task.cancel()
+        await asyncio.gather(*self._open.values(), return_exceptions=True)
+
+    async def render(self, prompt: ImagePrompt, model: ModelInfo, until: float) -> Rendered:
+        """Return the rendered prompt. Raises InvalidRequest naming the image, Overloaded if memory
+        for images or all workers are busy, Unavailable without workers, and DeadlineExceeded at
+        the loop time `until`."""
+        began = self._fleet.now()
+        try:
+            # The prompt, its message to the worker, and what is fetched.
+            size = 2 * len(prompt.request) + len(prompt.urls) * MAX_IMAGE_BYTES
+            with self._memory.hold(size):
+                async with asyncio.timeout_at(until):
+                    if prompt.urls:
+                        await self._fetch(prompt)
+                    return await self._render(prompt, model)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while images were rendered") from None
+        finally:
+            self._metrics.observe("render_seconds", self._fleet.now() - began, model.name)
+
+    async def _fetch(self, prompt: ImagePrompt) -> None:
+        """Put the images at `prompt.urls` into the request."""
+
+        async def fetch(index: int, url: str) -> tuple[int, bytes]:
+            field = prompt.fields[index]
+            data = await self._fetcher.fetch(url, field)
+            try:
+                read_header(data)
+            except ValueError as error:
+                raise InvalidRequest(f"'{field}' {error}", field=field) from None
+            return index, data
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(fetch(*each)) for each in prompt.urls.items()]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        request = w.RenderRequest.FromString(prompt.request)
+        for index, data in (task.result() for task in tasks):
+            request.images[index].data = data
+        if (size := request.ByteSize()) > MAX_MEDIA_BYTES:
+            text = f"the images have {size} bytes; the limit is {MAX_MEDIA_BYTES}"
+            raise InvalidRequest(text, field=prompt.fields[0])
+        prompt.request, prompt.urls = request.SerializeToString(), {}
+
+    async def _render(self, prompt: ImagePrompt, model: ModelInfo) -> Rendered:
+        key = await asyncio.to_thread(_digest, model.name, prompt.request)
+        if (known := self._cached.get(key)) is not None:
+            if not known.member.lost:
+                self._cached.move_to_end(key)
+                return known.rendered
+            self._drop(key)
+        task = self._open.get(key)
+        if task is None:
+            task = self._open[key] = asyncio.create_task(self._ask(prompt.request, model))
+            task.add_done_callback(lambda done: self._keep(key, done))
+        try:
+            # Shielded: equal prompts of other clients wait for the same call.
+            return (await asyncio.shield(task)).rendered
+        except InvalidRequest as error:
+            raise _named(error, prompt.fields) from error
+
+    def _keep(self, key: bytes, task: asyncio.Task[_Cached]) -> None:
+        del self._open[key]
+        if task.cancelled() or task.exception() is not None:
+            return
+        found = self._cached[key] = task.result()
+        self._used_bytes += found.size
+        while self._used_bytes > self._cache_bytes:
+            self._drop(next(iter(self._cached)))
+
+    def _drop(self, key: bytes) -> None:
+        self._used_bytes -= self._cached.pop(key).size
+
+    async def _ask(self, request: bytes, model: ModelInfo) -> _Cached:
+        """Have one worker after another render a prompt, the least busy first."""
+        error: PdserveError = Unavailable(f"no worker of model {model.name} can read prompts now")
+        tried: list[Member] = []
+        while len(tried) < _TRIES:
+            ready = [x for x in self._fleet.of_model(model.name) if _reads(x) and x not in tried]
+            if not ready:
+                break
+            member = min(ready, key=_business)
+            tried.append(member)
+            try:
+                rendered = await self._call(member, request)
+            except (Overloaded, Unavailable, WorkerFailed) as failed:
+                logger.warning("images are not rendered: %s", failed.message)
+                error = failed
+            else:
+                size = sum(len(x.data) for x in rendered.media)
+                if size > MAX_MEDIA_BYTES:
+                    raise InvalidRequest(
+                        f"the images have {size} bytes for the model; the limit is "
+                        f"{MAX_MEDIA_BYTES}: send fewer or smaller ones",
+                        field="images",
+                    )
+                return _Cached(member, rendered, size + 8 * len(rendered.token_ids))
+        raise error
+
+    async def _call(self, member: Member, request: bytes) -> Rendered:
+        async with worker_stub(self._dialer, member) as stub:
+            answer = await stub.Render(
+                w.RenderRequest.FromString(request),
+                timeout=RENDER_TIMEOUT_S,
+                metadata=self._dialer.metadata,
+            )
+        tokens = tuple(answer.prompt_token_ids)
+        try:
+            return Rendered(tokens, wire.media_from_pb(answer.media, len(tokens)))
+        except InvalidRequest as error:
+            text = f"worker {member.worker_id} rendered no valid prompt: {error.message}"
+            raise WorkerFailed(text) from error
+
+
+def _reads(member: Member) -> bool:
+    """Return True if a worker is ready and computes prompts."""
+    return member.state is MemberState.READY and member.info.role is not Role.DECODE
+
+
+def _business(member: Member) -> tuple[int, int]:
+    return member.placed.outstanding_tokens, member.placed.outstanding_requests
+
+
+def _digest(model: str, request: bytes) -> bytes:
+    return blake2b(request, key=blake2b(model.encode()).digest(), digest_size=16).digest()
+
+
+def _named(error: InvalidRequest, fields: list[str]) -> InvalidRequest:
+    """Return a worker's error with the client's name of the image, and without the worker's."""
+    text = error.message.partition(": ")[2] if error.message.startswith("worker ") else ""
+    text, field = text or error.message, error.field
+    if (index := _INDEX.fullmatch(field)) is not None:
+        name = fields[int(index[1])]
+        return type(error)(text.replace(field, f"'{name}'", 1), field=name)
+    return type(error)(text, field=field)

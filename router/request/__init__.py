@@ -1,0 +1,1 @@
+"""One request from admission to its last token. Start with request.py."""

@@ -1,0 +1,442 @@
+"""Choose workers for a request and reserve capacity on them. Nothing is sent here."""
+
+from __future__ import annotations
+
+import time
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+from msgspec import structs
+
+from pdserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unavailable
+from pdserve.types import HandoffStyle, Role
+from router.admission import NoAdapterSlot, NoRoom
+from router.placement.decisions import DecisionLog
+from router.placement.filters import feasible, with_states
+from router.placement.policies import place_aggregated, place_live, place_or_aggregate
+from router.placement.revisions import RevisionShares, cohort, draw, of_revision
+from router.placement.values import (
+    NO_CONTEXT,
+    Decision,
+    Demand,
+    MemberState,
+    PlacementContext,
+)
+from router.request.retry import RetryStep
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pdserve.types import GenerateRequest
+    from router.fleet.health import Pair
+    from router.fleet.member import Member
+    from router.fleet.registry import Fleet
+    from router.placement.cost import CostModel, QueuedPrompt
+    from router.placement.policies import Place
+    from router.placement.values import Candidate, Prediction
+    from router.request.retry import Constraints
+
+# Prompt tokens of one step, for an engine whose steps have no limit. Used to bound its queue;
+# the cost model predicts one step for any prompt of such an engine.
+ASSUMED_CHUNK_TOKENS = 2048
+
+
+class Charge:
+    """Capacity that one stream holds on one worker. A second release does nothing."""
+
+    __slots__ = ("_adapter", "_blocks", "_prompt_tokens", "_released", "member")
+
+    def __init__(
+        self,
+        member: Member,
+        prompt_tokens: int = 0,
+        kv_tokens: int = 0,
+        adapter: str = "",
+    ) -> None:
+        self.member = member
+        self._adapter = adapter
+        self._prompt_tokens = prompt_tokens
+        self._blocks = member.blocks_for(kv_tokens)
+        self._released = False
+        placed = member.placed
+        placed.outstanding_requests += 1
+        placed.outstanding_tokens += prompt_tokens
+        placed.reserved_blocks += self._blocks
+        if adapter:
+            placed.use_adapter(adapter, member.info.limits.max_loras)
+
+    def prefilled(self) -> bool:
+        """Release the prompt's share: it is computed. Return True if that made room for another
+        prompt."""
+        tokens, self._prompt_tokens = self._prompt_tokens, 0
+        self.member.placed.outstanding_tokens -= tokens
+        return tokens > 0
+
+    def release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        self.prefilled()
+        placed = self.member.placed
+        placed.outstanding_requests -= 1
+        placed.reserved_blocks -= self._blocks
+        if self._adapter:
+            placed.resident[self._adapter] -= 1
+
+
+class Reservation:
+    """Workers for one attempt and the capacity held on them. A context manager, whose exit releases
+    it. A second release does nothing.
+
+    `prefill` computes the prompt for `decode`. Without it, `decode` does both phases, or continues
+    with the KV of `producer`, which has decoded before. `prediction` has the expected latencies.
+    `revision` is the revision of the workers, None if their model has no weights.
+    """
+
+    def __init__(
+        self,
+        decode: Member,
+        *,
+        prefill: Member | None = None,
+        producer: Member | None = None,
+        prompt_tokens: int = 0,
+        kv_tokens: int = 0,
+        children_kv_tokens: int = 0,
+        prediction: Prediction | None = None,
+        queued: tuple[CostModel, QueuedPrompt] | None = None,
+        adapter: str = "",
+        revision: str | None = None,
+    ) -> None:
+        """`queued`: the prompt in the cost model, which knows of it until `prefilled`."""
+        self.decode, self.prefill, self.producer = decode, prefill, producer
+        self.revision = revision
+        self.prediction = prediction
+        self._queued = queued
+        self.prefill_charge: Charge | None = None
+        self._children_charge: Charge | None = None
+        if decode.info.role is Role.PREFILL:
+            # Prefill frees its blocks after one token, so a prefill worker reserves none.
+            kv_tokens = children_kv_tokens = 0
+        if children_kv_tokens:
+            # A charge of its own, because it is released before the first answer ends.
+            self._children_charge = Charge(decode, 0, children_kv_tokens, adapter)
+        if prefill is None:
+            self.decode_charge = Charge(decode, prompt_tokens, kv_tokens, adapter)
+        else:
+            self.prefill_charge = Charge(prefill, prompt_tokens, 0, adapter)
+            self.decode_charge = Charge(decode, 0, kv_tokens, adapter)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def pair(self) -> Pair | None:
+        """The ids of the workers that exchange KV."""
+        producer = self.producer or self.prefill
+        return None if producer is None else (producer.worker_id, self.decode.worker_id)
+
+    @property
+    def members(self) -> list[Member]:
+        """The workers that compute, in order of their phases."""
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
+
+    def prefilled(self) -> bool:
+        """Release the prompt's share: it is computed, or never will be. Return True if that made
+        room for another prompt."""
+        if self._queued is not None:
+            costs, prompt = self._queued
+            costs.computed(prompt)
+        return (self.prefill_charge or self.decode_charge).prefilled()
+
+    def release_children(self) -> None:
+        """Release the room of the other answers to a parallel-sampling request: each reserves its
+        own from now on."""
+        if self._children_charge is not None:
+            self._children_charge.release()
+
+    def release(self) -> None:
+        self.prefilled()
+        if self._children_charge is not None:
+            self._children_charge.release()
+        self.decode_charge.release()
+        if self.prefill_charge is not None:
+            self.prefill_charge.release()
+
+
+class Placer:
+    """Places requests on the workers of a fleet by a policy and records each decision. State: the
+    number of placements, which breaks ties.
+
+    A worker that prefills gets at most `prefill_chunks_ahead` chunks of prompts, or one longer
+    prompt. Further prompts wait in the router's queue, because priorities do not apply in an
+    engine's queue. 0 disables the limit.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Place,
+        context: PlacementContext = NO_CONTEXT,
+        *,
+        shares: RevisionShares | None = None,
+        costs: CostModel | None = None,
+        log: DecisionLog | None = None,
+        prefill_chunks_ahead: int = 0,
+    ) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._policy_or_aggregated = partial(place_or_aggregate, policy)
+        self._context = context
+        self._shares = RevisionShares() if shares is None else shares
+        self._costs = costs
+        self._log = DecisionLog(0) if log is None else log
+        self._chunks_ahead = prefill_chunks_ahead
+        self._turn = 0
+
+    def demand(self, request: GenerateRequest) -> Demand:
+        """Return the resources that `request` needs. Its KV is capped at the largest worker's.
+
+        Raises ModelNotFound if its model has no workers, UnsupportedField for a sampling parameter
+        that any of them refuses, and ContextLengthExceeded if no worker can hold the prompt and one
+        token.
+        """
+        members = self._fleet.of_model(request.model)
+        if not members:
+            if self._fleet.pooling(request.model):
+                text = f"model {request.model} has pooling workers alone: it generates no text"
+                raise InvalidRequest(text, field="model")
+            raise ModelNotFound(f"model {request.model} is not served", field="model")
+        # Checked against all workers: a decode worker's refusal could come after the first token.
+        for member in members:
+            request.sampling.check_supported(member.info.unsupported_fields)
+        token_ids = request.prompt_token_ids + request.resume
+        prompt_tokens = len(token_ids)
+        max_tokens = request.sampling.max_tokens - len(request.resume)
+        prefill_only = max_tokens <= 1  # prefill samples the first token
+        capacity, block_size = self._fleet.largest(request.model, prefill_only=prefill_only)
+        if prompt_tokens + min(1, max_tokens) > capacity:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_tokens} tokens, and the largest worker of model "
+                f"{request.model} holds the KV of {capacity}",
+                field="prompt",
+            )
+        kv_tokens, children = min(prompt_tokens + max_tokens, capacity), request.sampling.n - 1
+        # A child shares all blocks of the prompt except the last, which it writes to.
+        own = (prompt_tokens - 1) % block_size + 1 + max_tokens
+        children_tokens = children * -(-own // block_size) * block_size
+        children_tokens = min(children_tokens, capacity - kv_tokens)
+        shares = self._shares.by_model.get(request.model)
+        return Demand(
+            model=request.model,
+            prompt_tokens=prompt_tokens,
+            kv_tokens=kv_tokens + children_tokens,
+            children_tokens=children_tokens,
+            prefill_only=prefill_only,
+            request_id=request.request_id,
+            token_ids=token_ids,
+            adapter=request.adapter_key,
+            revision=draw(shares, request.request_id) if shares else None,
+            cache_salt=request.cache_salt,
+            media=tuple([(x.hash, x.offset, x.length) for x in request.media]),
+        )
+
+    def reserve(self, demand: Demand) -> Reservation:
+        """Place a new request. Raises NoAdapterSlot or NoRoom if it has to wait for that, and
+        another Unavailable if waiting for room would not help."""
+        demand, candidates = self._cohort(demand)
+        try:
+            return self._reserve_new(demand, candidates)
+        except NoRoom:
+            if _has_adapter_slot(candidates, demand):
+                raise
+            raise NoAdapterSlot(f"no worker has a slot for adapter {demand.adapter}") from None
+
+    def _reserve_new(self, demand: Demand, candidates: Sequence[Candidate]) -> Reservation:
+        busy = self._busy(candidates, demand)
+        if not busy:
+            return self._reserve(self._policy_or_aggregated, demand, candidates, is_new=True)
+        free = [c for c in candidates if c.worker_id not in busy]
+        if any(c.role is not Role.DECODE for c in free):
+            try:
+                return self._reserve(self._policy, demand, free, is_new=True)
+            except Unavailable as error:
+                raise NoRoom(error.message) from None  # the busy workers can serve it
+        if self._costs is None:
+            raise NoRoom(f"all prefill workers of model {demand.model} are busy")
+        # All prefill workers are busy. Only prefill on a decode worker remains, and only a policy
+        # with costs can say that it is cheaper than to wait.
+        return self._reserve(self._policy, demand, candidates, busy=busy, is_new=True)
+
+    def reserve_again(self, demand: Demand, constraints: Constraints, *, cause: str) -> Reservation:
+        """Place an admitted request after a failure. `cause` is shown by `explain`. Raises
+        Unavailable.
+
+        An aggregated attempt ignores missing room, because its client is already reading.
+        """
+        demand = structs.replace(demand, avoid=constraints.avoid)
+        demand, candidates = self._cohort(demand, failed=constraints.failed)
+        # Set after the revision is chosen: an excluded worker must not change the revision.
+        demand = structs.replace(demand, without=constraints.without)
+        policy = self._policy
+        if constraints.step is RetryStep.AGGREGATED:
+            policy = place_aggregated
+        return self._reserve(policy, demand, candidates, cause=f"{constraints.step}: {cause}")
+
+    def reserve_on(self, member: Member, demand: Demand) -> Reservation:
+        """Reserve an aggregated attempt on `member`, which has the prompt's KV cached. Raises
+        Unavailable if it is not ready."""
+        demand, _ = self._cohort(demand, beside=member)
+        return self._reserve(place_aggregated, demand, [member.seen()], cause="parallel sampling")
+
+    def reserve_live(
+        self,
+        demand: Demand,
+        producer_id: str,
+        *,
+        cause: str,
+        without: frozenset[str] = frozenset(),
+    ) -> Reservation:
+        """Reserve a decode worker, not in `without`, that continues with the KV of `producer_id`.
+        Raises Unavailable if none fits."""
+        producer = self._fleet.members[producer_id]
+        kv = producer.info.kv
+        if kv is None or kv.handoff is not HandoffStyle.CONCURRENT:
+            raise Unavailable(f"worker {producer_id} cannot export the KV of a running request")
+        policy = partial(place_live, producer.seen())
+        demand, candidates = self._cohort(demand, beside=producer)
+        demand = structs.replace(demand, without=without)
+        return self._reserve(
+            policy, demand, candidates, cause=f"live_kv: {cause}", producer=producer
+        )
+
+    def _cohort(
+        self,
+        demand: Demand,
+        *,
+        failed: frozenset[str] = frozenset(),
+        beside: Member | None = None,
+    ) -> tuple[Demand, list[Candidate]]:
+        """Return `demand` with the revision that serves it now, and the workers of that revision.
+
+        A model without weights has one group: all its workers. `beside` is the worker whose KV is
+        used. Its revision must be kept, because two revisions may have different model weights
+        under one name, and their KV does not show it.
+        """
+        candidates = self._fleet.candidates(demand.model)
+        shares = self._shares.by_model.get(demand.model)
+        if shares is not None and beside is not None:
+            return of_revision(demand, candidates, beside.info.revision)
+        if shares is not None:
+            return cohort(demand, candidates, shares, failed)
+        if demand.revision is not None:
+            demand = structs.replace(demand, revision=None, spilled_from=None)
+        return demand, candidates
+
+    def _reserve(
+        self,
+        policy: Place,
+        demand: Demand,
+        candidates: Sequence[Candidate],
+        *,
+        cause: str = "",
+        busy: Collection[str] = (),
+        is_new: bool = False,
+        producer: Member | None = None,
+    ) -> Reservation:
+        """Reserve the workers that the policy selects and record the decision.
+
+        Raises NoRoom if the policy decides to wait or selects a `busy` worker, and
+        Unavailable otherwise.
+        """
+        if ejected := self._fleet.outliers.ejected(self._fleet.now()):
+            demand = structs.replace(demand, excluded=ejected)
+        try:
+            decision = policy(candidates, demand, self._turn, self._context)
+            # Only new requests wait for the SLO: the clients of others are already reading.
+            if is_new:
+                decision = self._unsaturated(decision, policy)
+        except Unavailable as error:
+            told = with_states(error, candidates)
+            refusal = Decision("", candidates, demand, self._turn, None)
+            self._log.record(refusal, time.time(), cause=cause, refused=told.message)
+            raise copy(told) from None  # its traceback will refer to `told`
+        placement = decision.placement
+        if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
+            decision, placement = structs.replace(decision, placement=None), None
+        self._log.record(decision, time.time(), cause=cause)
+        if placement is None:
+            raise NoRoom(f"no decode worker of model {demand.model} has room")
+        self._turn += 1
+        prediction, queued = None, None
+        if self._costs is not None and producer is None:
+            prediction, prompt = self._costs.placed(decision)
+            queued = (self._costs, prompt)
+        members = self._fleet.members
+        prefill = None if placement.prefill is None else members[placement.prefill.worker_id]
+        decode = members[placement.decode.worker_id]
+        cached = decision.cached.get((prefill or decode).worker_id, 0)
+        children_tokens = demand.children_tokens
+        return Reservation(
+            decode,
+            prefill=prefill,
+            producer=producer,
+            # An engine computes the last token of a prompt even if all of it is cached.
+            prompt_tokens=max(1, demand.prompt_tokens - cached) if producer is None else 0,
+            kv_tokens=demand.kv_tokens - children_tokens,
+            children_kv_tokens=children_tokens,
+            prediction=prediction,
+            queued=queued,
+            adapter=demand.adapter,
+            revision=demand.revision,
+        )
+
+    def _unsaturated(self, decision: Decision, policy: Place) -> Decision:
+        """Return `decision`, or place again without saturated decode workers.
+
+        A decode worker is saturated if one more stream would take its streams over the limit of the
+        SLO. If all are saturated, the decision is to wait.
+        """
+        costs, demand, placement = self._costs, decision.demand, decision.placement
+        if costs is None or placement is None or costs.has_capacity(demand, placement.decode):
+            return decision
+        left = [
+            c
+            for c in decision.candidates
+            if c.role is Role.PREFILL or costs.has_capacity(demand, c)
+        ]
+        if all(c.role is Role.PREFILL for c in left):
+            return structs.replace(decision, placement=None)
+        return policy(left, demand, self._turn, self._context)
+
+    def _busy(self, candidates: Sequence[Candidate], demand: Demand) -> set[str]:
+        """Return the ids of prefilling workers that have enough prompts queued in their engine, or
+        already run their maximum of other LoRA adapters."""
+
+        def has_enough(c: Candidate) -> bool:
+            tokens = c.outstanding_tokens + demand.prompt_tokens
+            chunk_tokens = c.info.limits.max_num_batched_tokens or ASSUMED_CHUNK_TOKENS
+            limit = self._chunks_ahead * chunk_tokens
+            # An idle worker accepts a prompt of any length.
+            return bool(c.outstanding_tokens and 0 < limit < tokens)
+
+        return {
+            c.worker_id
+            for c in candidates
+            if c.role is not Role.DECODE
+            and c.state is MemberState.READY
+            and (has_enough(c) or not c.can_run(demand.adapter))
+        }
+
+
+def _has_adapter_slot(candidates: Sequence[Candidate], demand: Demand) -> bool:
+    """Return False if, for some role, all workers with the adapter already run their maximum of
+    other adapters."""
+    if not demand.adapter:
+        return True
+    found = feasible(candidates, demand)
+    roles = {c.role for c in found if c.can_run(demand.adapter)}
+    return all(c.role in roles for c in found)

@@ -1,0 +1,1 @@
+"""Persistent state of routers: files, batches, responses and idempotency keys."""

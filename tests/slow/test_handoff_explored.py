@@ -1,0 +1,37 @@
+"""Every order of messages of a hand-off with its faults; docs/failures.md says what is covered."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+
+from tests.support.handoff_model import FAULTS, HandoffWorld, explore, walk
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("kv_transfer.protocol.consumer").setLevel(logging.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("faults", "kinds", "is_pull"),
+    [
+        (1, FAULTS, False),
+        (2, ("kill_p", "lose"), False),
+        (2, ("kill_d", "lose"), True),
+    ],
+)
+def test_no_order_of_events_breaks_a_promise(
+    faults: int, kinds: tuple[str, ...], is_pull: bool
+) -> None:
+    explored = explore(HandoffWorld(faults, kinds, chunks=2, is_pull=is_pull))
+    assert explored.states > 10_000
+    assert explored.ends > 1
+
+
+@pytest.mark.parametrize("is_pull", [False, True])
+def test_no_walk_with_four_faults_breaks_a_promise(is_pull: bool) -> None:
+    for seed in range(4000):
+        walk(HandoffWorld(4, FAULTS, chunks=3, is_pull=is_pull), random.Random(seed))

@@ -1,0 +1,125 @@
+"""Routers and workers in their own processes, so that a test can kill them."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import json
+import os
+import signal
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdserve.net import rpc
+from pdserve.process.forkserver import ForkServer, launched
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryStub
+from tests.support.commands import ROOT
+from tests.support.timeouts import START_S, WAIT_S, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from pdserve.process.forkserver import Forked, Process
+
+_LOG = Path("/dev/stderr")
+
+
+@functools.cache
+def _vllm_server() -> ForkServer:
+    """Start a process that has imported vLLM, as `pdserve up` does."""
+    server = ForkServer("workers.vllm.preload:preload")
+    atexit.register(server.close)
+    return server
+
+
+async def start_python(
+    module: str, *args: str, env: Mapping[str, str] | None = None, fds: Sequence[int] = ()
+) -> Forked:
+    """Run `python -m module *args` with `env` added to the environment."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    whole = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **(env or {})}
+    return await _vllm_server().start(module, *args, env=whole, fds=fds)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProcess:
+    """A process and its reports."""
+
+    process: Process
+    reports: asyncio.StreamReader
+
+    async def report(self, kind: str) -> Any:
+        """Return the next report of this kind."""
+        async with asyncio.timeout(START_S):
+            while line := await self.reports.readline():
+                message = json.loads(line)
+                if kind in message:
+                    return message[kind]
+        raise AssertionError(f"the process ended without saying {kind}")
+
+    async def exit_code(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), WAIT_S)
+
+    async def kill(self) -> None:
+        """Send SIGKILL and wait for the end."""
+        self.process.kill()
+        await self.exit_code()
+
+    async def stop(self) -> None:
+        """Send SIGTERM and wait for the end."""
+        self.process.send_signal(signal.SIGTERM)
+        await self.exit_code()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProcess(RunningProcess):
+    """A router's process and its addresses."""
+
+    http: str
+    grpc: str
+
+
+@asynccontextmanager
+async def router_process(**options: object) -> AsyncIterator[RouterProcess]:
+    """Run `pdserve router` with the configuration `options`. End it at the exit if it still
+    runs."""
+    settings = {"http_port": 0, "grpc_port": 0, "stop_grace_s": 0, "lease_s": 60, **options}
+    settings["health.stall_s"] = 60  # a test may freeze a worker without a failure
+    async with _process("router", settings) as running:
+        ready = await running.report("ready")
+        yield RouterProcess(running.process, running.reports, ready["http"], ready["grpc"])
+
+
+async def until_workers(address: str, count: int) -> None:
+    """Wait until this many workers are ready at the router."""
+    async with rpc.open_channel(address) as channel:
+        stub = RegistryStub(channel)
+
+        async def are_ready() -> bool:
+            listed = await stub.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+            return [x.state for x in listed.workers].count("ready") == count
+
+        await wait_until(are_ready)
+
+
+@asynccontextmanager
+async def worker_process(**options: object) -> AsyncIterator[RunningProcess]:
+    """Run `pdserve worker` with a fake engine and the configuration `options`. It waits for its
+    routers."""
+    async with _process("worker", {"engine": "fake", **options}) as running:
+        yield running
+
+
+@asynccontextmanager
+async def _process(kind: str, settings: dict[str, object]) -> AsyncIterator[RunningProcess]:
+    values = [x for key, value in settings.items() for x in ("--set", f"{kind}.{key}={value}")]
+    started = launched(None, "pdserve", kind, *values, env=os.environ, log=_LOG)
+    async with started as (process, reports):
+        running = RunningProcess(process, reports)
+        yield running
+        if process.returncode is None:
+            await running.stop()

@@ -1,0 +1,287 @@
+"""Large bodies are read in a process: with the same result, and without harm to the router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from conftest import read_tokenizer
+
+from pdserve.config import SloConfig
+from pdserve.errors import InvalidRequest
+from pdserve.model.tokenizer import Tokenizer
+from pdserve.types import ModelInfo
+from pdserve.v1 import generation_pb2 as g
+from pdserve.v1.generation_pb2_grpc import GenerationStub
+from router.api import body_process, generation
+from router.api.body_process import COMMAND, BodyProcess
+from router.api.dialects import fields as bodies
+from router.api.dialects.openai import ChatRequest
+from router.metrics import RouterMetrics
+from tests.support.router_apis import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    MAX_MODEL_LEN,
+    MODEL,
+    VOCAB_SIZE,
+    chat,
+    completion,
+)
+from tests.support.timeouts import WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from pdserve.types import GenerateRequest
+    from router.api.dialects.fields import Body
+    from tests.support.router_apis import RouterApis
+
+LARGE = 2048
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+@pytest.fixture
+def large() -> int:
+    return LARGE
+
+
+def padded(body: object) -> bytes:
+    """Return the body, padded to a large one."""
+    return json.dumps(body).encode() + b" " * LARGE
+
+
+def what_was_asked(request: GenerateRequest) -> dict[str, Any]:
+    names = ("model", "prompt_token_ids", "sampling", "resume", "priority", "cache_salt")
+    return {name: getattr(request, name) for name in (*names, "service_class", "parsing")}
+
+
+TALK = [
+    {"role": "system", "content": "s"},
+    {"role": "assistant", "tool_calls": [CALL], "reasoning": "r"},
+    {"role": "tool", "content": "t", "tool_call_id": "1"},
+    {"role": "user", "content": [{"type": "text", "text": "é"}], "name": "n"},
+]
+ITEMS = [
+    {"role": "user", "content": "a"},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "1", "output": "b"},
+]
+GENERATING = [
+    (CHAT, chat(messages=TALK, seed=1, logit_bias={"3": 1}, chat_template_kwargs={"style": "x"})),
+    (CHAT, chat(continue_final_message=True, stop=["a", "b"], n=2, cache_salt="c")),
+    (COMPLETIONS, completion(prompt=["a", "bc"], max_tokens=3, resume_token_ids=[])),
+    (COMPLETIONS, completion(prompt=[1, 2, 3], max_tokens=5, resume_token_ids=[4, 5])),
+    (COMPLETIONS, completion(echo=True, logprobs=1, add_special_tokens=False)),
+    (MESSAGES, {"messages": [{"role": "user", "content": "a"}], "system": "s", "max_tokens": 4}),
+    (RESPONSES, {"input": ITEMS, "instructions": "i", "reasoning": {"effort": "low"}}),
+    (RESPONSES, {"input": "a", "store": False}),
+]
+TOKENISING = [
+    ("/tokenize", {"prompt": "é"}),
+    ("/tokenize", {"messages": HELLO, "add_generation_prompt": False}),
+    ("/detokenize", {"tokens": [70, 71]}),
+    (f"{MESSAGES}/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+]
+REFUSED = [
+    (CHAT, chat(messages=[{"role": "user"}])),
+    (CHAT, chat(messages=[{"role": "user", "content": "a" * 100}])),
+    (CHAT, chat(model="none")),
+    (CHAT, chat(tools=[TOOL])),
+    (COMPLETIONS, completion(prompt=[VOCAB_SIZE])),
+    (COMPLETIONS, completion(prompt=[1] * MAX_MODEL_LEN)),
+    (COMPLETIONS, completion(prompt=["a", ""])),
+    (COMPLETIONS, completion(other=1)),
+    (MESSAGES, {"messages": [], "max_tokens": 1}),
+    (RESPONSES, {"input": [{"type": "image"}]}),
+    (RESPONSES, {"input": "a", "previous_response_id": "resp_none"}),
+    ("/detokenize", {"tokens": [VOCAB_SIZE]}),
+]
+
+
+async def test_a_large_body_asks_for_the_same_as_a_small_one(apis: RouterApis) -> None:
+    for path, body in GENERATING:
+        asked = []
+        for data in (json.dumps(body).encode(), padded(body)):
+            apis.generator.requests.clear()
+            status, answer = await apis.post(path, data)
+            assert status == 200, answer
+            asked.append([what_was_asked(x) for x in apis.generator.requests])
+        assert asked[0] == asked[1], path
+    for path, body in TOKENISING:
+        assert await apis.post(path, padded(body)) == await apis.post(path, body)
+    for path, body in REFUSED:
+        status, answer = await apis.post(path, padded(body))
+        assert (status, answer) == await apis.post(path, body)
+        assert status >= 400
+
+
+async def test_a_large_conversation_is_stored_and_continued(apis: RouterApis) -> None:
+    _, first = await apis.post(RESPONSES, padded({"input": ITEMS}))
+    small = {"input": "c", "previous_response_id": first["id"]}
+    await apis.post(RESPONSES, small)
+    await apis.post(RESPONSES, padded(small))
+    _, again, by_process = apis.generator.requests
+    assert again.prompt_token_ids == by_process.prompt_token_ids
+
+
+@pytest.mark.parametrize("large", [450])
+async def test_a_small_body_that_continues_a_large_conversation_is_large(
+    apis: RouterApis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = {"type": "input_text", "text": "a"}
+    item = {"role": "user", "content": [part] * 8}
+    _, first = await apis.post(RESPONSES, {"input": [item]})
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    status, answer = await apis.post(RESPONSES, {"input": "c", "previous_response_id": first["id"]})
+    assert status == 200, answer
+
+
+async def test_the_router_does_not_decode_or_render_a_large_body(
+    apis: RouterApis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[tuple[str, int]] = []
+
+    def spy(kind: type[Body], data: bytes) -> Body:
+        decoded.append((kind.__name__, len(data) > 2 * LARGE))
+        return bodies.read(kind, data)
+
+    for module in (body_process, generation):
+        monkeypatch.setattr(module, "read", spy)
+    for name in ("encode", "render_chat"):
+        monkeypatch.setattr(Tokenizer, name, None)
+    assert (await apis.post(CHAT, padded(chat()) + b" " * LARGE))[0] == 200
+    assert decoded == [("Names", True), ("ChatRequest", False)]
+
+
+async def test_a_large_rpc_asks_for_the_same_as_a_small_one(apis: RouterApis) -> None:
+    talk = g.ChatMessages(messages=[g.ChatMessage(role="user", content="a")])
+    prompts = ({"text": "a"}, {"token_ids": g.TokenIds(ids=[1, 2])}, {"messages": talk})
+    async with grpc.aio.insecure_channel(apis.grpc_address) as channel:
+        stub: Any = GenerationStub(channel)
+
+        async def ask(**fields: Any) -> None:
+            async for _ in stub.Generate(g.GenerateRequest(**fields), timeout=WAIT_S):
+                pass
+
+        for prompt in prompts:
+            await ask(**prompt, cache_salt="c")
+            await ask(**prompt, cache_salt="c" * LARGE)
+            small, large = map(what_was_asked, apis.generator.requests[-2:])
+            assert small == large | {"cache_salt": "c"}
+        talk.messages.add(role="assistant", reasoning="x" * LARGE)
+        with pytest.raises(grpc.aio.AioRpcError, match="'messages' has 2049 characters"):
+            await ask(messages=talk)
+
+
+# The process itself.
+
+
+class Ask:
+    """Parse a chat in a process."""
+
+    def __init__(self, process: BodyProcess, model: ModelInfo, tokenizer: Tokenizer) -> None:
+        self.process, self._model, self._tokenizer = process, model, tokenizer
+
+    async def __call__(self, text: str = "hi", **more: Any) -> int:
+        """Return the number of tokens."""
+        body = chat(messages=[{"role": "user", "content": text}], **more)
+        data = json.dumps(body).encode()
+        done = await self.process.read(ChatRequest.__name__, data, self._model, self._tokenizer)
+        return len(done.tokens[0]) // 4
+
+    @property
+    def pid(self) -> int:
+        assert self.process._process is not None
+        return self.process._process.pid
+
+
+@pytest.fixture
+async def make_ask(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
+    made: list[BodyProcess] = []
+
+    async def make(*command: str, **options: Any) -> Ask:
+        process = BodyProcess(RouterMetrics(SloConfig()), command or COMMAND, **options)
+        made.append(process)
+        model = ModelInfo(MODEL, str(model_dir), 1 << 20, VOCAB_SIZE, "float32")
+        return Ask(process, model, await read_tokenizer(model))
+
+    yield make
+    for process in made:
+        await process.close()
+
+
+async def test_a_process_that_dies_is_replaced_and_its_body_tried_again(make_ask: Any) -> None:
+    ask = await make_ask()
+    tokens = await ask()
+    os.kill(ask.pid, signal.SIGSTOP)
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    os.kill(ask.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(asking, WAIT_S) == tokens
+
+
+DIES_TWICE = """
+import pathlib, sys
+from router.api import large_bodies
+path = pathlib.Path(sys.argv.pop(1))
+starts = len(path.read_text()) if path.exists() else 0
+path.write_text("x" * (starts + 1))
+if starts < 2:
+    sys.exit(1)
+large_bodies.main()
+"""
+
+
+async def test_a_body_on_which_two_processes_die_is_refused_and_the_next_one_is_read(
+    make_ask: Any, tmp_path: Path
+) -> None:
+    ask = await make_ask(sys.executable, "-c", DIES_TWICE, str(tmp_path / "starts"))
+    with pytest.raises(InvalidRequest, match="ended the process"):
+        await ask()
+    assert await ask() > 0
+
+
+async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(
+    make_ask: Any,
+) -> None:
+    ask = await make_ask()
+    await ask()
+    os.kill(ask.pid, signal.SIGSTOP)
+    ask.process._timeout_s = 0.01
+    with pytest.raises(InvalidRequest, match="takes longer than"):
+        await ask()
+    ask.process._timeout_s = WAIT_S
+    assert await ask() > 0
+
+
+async def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_read(
+    make_ask: Any,
+) -> None:
+    ask = await make_ask(memory_mib=64)
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        await ask(chat_template_kwargs={"a": [{}] * 1_000_000})
+    assert await ask() > 0
+
+
+async def test_a_client_that_leaves_ends_the_process(make_ask: Any) -> None:
+    ask = await make_ask()
+    await ask()
+    pid = ask.pid
+    os.kill(pid, signal.SIGSTOP)
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking], timeout=WAIT_S)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert await ask() > 0

@@ -1,0 +1,223 @@
+"""Requests under which workers died: refused after two deaths, and kept apart until then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import EngineDied, PoisonRequest
+from pdserve.types import FinishReason, Role, SamplingParams
+from router.admission import AdmissionLimits
+from router.fleet.registry import Fleet
+from router.request.suspects import CLEARED_TOKENS, MAX_REMEMBERED, REMEMBER_S, Suspects, Suspicion
+from tests.support.router_stack import ScriptedWorker, request, running_stack
+from tests.support.timeouts import WAIT_S, wait_until
+
+if TYPE_CHECKING:
+    from pdserve.v1 import worker_pb2 as w
+    from tests.support.router_stack import RouterStack
+
+DIED = EngineDied("the worker's engine died")
+STOP = FinishReason.STOP
+LONG = SamplingParams(max_tokens=64)
+
+
+def aggregated(*names: str) -> list[ScriptedWorker]:
+    return [ScriptedWorker(name, Role.AGGREGATED) for name in names]
+
+
+async def taken_by(workers: list[ScriptedWorker]) -> tuple[ScriptedWorker, w.Submit]:
+    """Return the worker that gets the next request, and the request."""
+    waiting = {asyncio.ensure_future(x.submitted()): x for x in workers}
+    done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for other in rest:
+        other.cancel()
+    await asyncio.wait(waiting)
+    (first,) = done
+    return waiting[first], first.result()
+
+
+async def die(stack: RouterStack, worker: ScriptedWorker, *submits: w.Submit) -> None:
+    """Fail `submits` as a dying engine does, then let the worker leave."""
+    for submit in submits:
+        worker.fail(submit, DIED)
+    await wait_until(lambda: not stack.member(worker).placed.outstanding_requests)
+    leave(stack, worker)
+
+
+def leave(stack: RouterStack, worker: ScriptedWorker) -> None:
+    stack.fleet.deregister(worker.info.worker_id, worker.info.instance_id)
+
+
+async def test_a_request_ends_two_workers_at_most_and_is_refused_when_it_is_sent_again() -> None:
+    workers = aggregated("a", "b", "c", "d")
+    async with running_stack(*workers, queue_timeout_s=WAIT_S) as stack:
+        async with stack.ask(request()) as answer:
+            for _ in range(2):
+                worker, submit = await taken_by(workers)
+                await die(stack, worker, submit)
+                workers.remove(worker)
+            with pytest.raises(PoisonRequest, match="2 workers died while they ran this request"):
+                await answer.rest()
+        same = request(request_id="again", sampling=SamplingParams(max_tokens=8, seed=7))
+        async with stack.ask(same) as answer:
+            with pytest.raises(PoisonRequest):
+                await answer.rest()
+        assert not any(x.has_submissions for x in workers)
+        async with stack.ask(request(prompt_token_ids=(1, 2))) as answer:
+            worker, submit = await taken_by(workers)
+            worker.send(submit, 5, finish=STOP)
+            await answer.rest()
+
+
+async def test_waiting_for_a_worker_does_not_start_the_count_again() -> None:
+    first, second, third = aggregated("a", "b", "c")
+    async with running_stack(first, second, third, queue_timeout_s=WAIT_S) as stack:
+        # Nobody is ready after each death, as where one worker is restarted again and again.
+        leave(stack, second)
+        leave(stack, third)
+        async with stack.ask(request()) as answer:
+            await die(stack, first, await first.submitted())
+            await stack.join(second)
+            await die(stack, second, await second.submitted())
+            await stack.join(third)
+            with pytest.raises(PoisonRequest):
+                await answer.rest()
+            assert not third.has_submissions
+
+
+async def test_a_break_of_the_network_is_no_death() -> None:
+    workers = aggregated("a", "b")
+    async with (
+        running_stack(*workers, queue_timeout_s=WAIT_S) as stack,
+        stack.ask(request()) as answer,
+    ):
+        for _ in range(4):
+            worker, submit = await taken_by(workers)
+            worker.break_link()
+        worker, submit = await taken_by(workers)
+        worker.send(submit, 5, finish=STOP)
+        assert (await answer.rest()).token_ids == (5,)
+
+
+async def test_two_suspects_never_share_a_worker_until_one_has_advanced() -> None:
+    dying, other = aggregated("a", "b")
+    limits = AdmissionLimits(max_running_requests=8, queue_timeout_s=WAIT_S)
+    async with running_stack(dying, other, limits=limits, queue_timeout_s=WAIT_S) as stack:
+        leave(stack, other)
+        one = stack.ask(request(request_id="one", prompt_token_ids=(1, 2), sampling=LONG))
+        two = stack.ask(request(request_id="two", prompt_token_ids=(3, 4), sampling=LONG))
+        async with one, two:
+            submits = [await dying.submitted(), await dying.submitted()]
+            await stack.join(other)
+            await die(stack, dying, *submits)
+            first = await other.submitted()
+            answer, waiting = (one, two) if first.request_id == "one" else (two, one)
+            # A request that met no death may share the worker of a suspect.
+            async with stack.ask(request(request_id="three", prompt_token_ids=(5, 6))) as three:
+                submit = await other.submitted()
+                assert submit.request_id == "three"
+                other.send(submit, 9, finish=STOP)
+                await three.rest()
+            for token in range(CLEARED_TOKENS):
+                assert not other.has_submissions
+                other.send(first, token)
+                await answer.next()
+            second = await other.submitted()
+            assert second.request_id != first.request_id
+            for submit in (first, second):
+                other.send(submit, 5, finish=STOP)
+            for each in (answer, waiting):
+                await each.rest()
+
+
+async def test_an_answer_that_advances_outlives_any_number_of_workers() -> None:
+    workers = aggregated("a", "b", "c", "d")
+    stacked = running_stack(*workers, queue_timeout_s=WAIT_S)
+    async with stacked as stack, stack.ask(request(sampling=LONG)) as answer:
+        for _ in range(3):
+            worker, submit = await taken_by(workers)
+            for token in range(CLEARED_TOKENS):
+                worker.send(submit, token)
+                await answer.next()
+            await die(stack, worker, submit)
+            workers.remove(worker)
+        worker, submit = await taken_by(workers)
+        worker.send(submit, 5, finish=STOP)
+        assert (await answer.rest()).token_ids == (5,)
+
+
+async def test_a_suspect_is_not_sent_to_a_worker_that_does_not_answer_a_ping() -> None:
+    """Workers that are killed together are found dead one by one. A request that was sent to each
+    of them would be refused, and would have killed none."""
+    dying, dead, living = aggregated("a", "b", "c")
+    dead.answers_pings = False
+    async with running_stack(dying, dead, living, queue_timeout_s=WAIT_S) as stack:
+        leave(stack, dead)
+        leave(stack, living)
+        async with stack.ask(request()) as answer:
+            submit = await dying.submitted()
+            await stack.join(dead)
+            await die(stack, dying, submit)
+            await dead.pinged.wait()
+            await stack.join(living)
+            living.send(await living.submitted(), 5, finish=STOP)
+            assert (await answer.rest()).token_ids == (5,)
+            assert not dead.has_submissions
+
+
+async def test_a_worker_that_leaves_under_a_request_has_not_died() -> None:
+    workers = aggregated("a", "b", "c")
+    stacked = running_stack(*workers, queue_timeout_s=WAIT_S)
+    async with stacked as stack, stack.ask(request()) as answer:
+        for _ in range(2):
+            worker, _ = await taken_by(workers)
+            leave(stack, worker)
+            workers.remove(worker)
+        worker, submit = await taken_by(workers)
+        worker.send(submit, 5, finish=STOP)
+        assert (await answer.rest()).token_ids == (5,)
+
+
+class TestMemory:
+    async def test_it_ends_after_ten_minutes(self) -> None:
+        now = 0.0
+        suspects = Suspects(Fleet(clock=lambda: now), {}, max_deaths=2)
+        suspects.end(request(), Suspicion(earlier=2), answered=False)
+        with pytest.raises(PoisonRequest):
+            suspects.begin(request())
+        now = REMEMBER_S
+        assert suspects.begin(request()).count == 0
+
+    async def test_an_answer_clears_the_request(self) -> None:
+        suspects = Suspects(Fleet(), {}, max_deaths=2)
+        suspects.end(request(), Suspicion(earlier=1), answered=False)
+        assert suspects.begin(request()).count == 1
+        suspects.end(request(), suspects.begin(request()), answered=True)
+        assert suspects.begin(request()).count == 0
+
+    async def test_it_is_bounded(self) -> None:
+        suspects = Suspects(Fleet(), {}, max_deaths=2)
+        for number in range(MAX_REMEMBERED + 1):
+            suspects.end(request(prompt_token_ids=(number,)), Suspicion(earlier=2), answered=False)
+        assert suspects.begin(request(prompt_token_ids=(0,))).count == 0
+        with pytest.raises(PoisonRequest):
+            suspects.begin(request(prompt_token_ids=(1,)))
+
+
+async def test_an_embedding_ends_two_workers_at_most() -> None:
+    workers = [ScriptedWorker(name, Role.POOLING) for name in ("a", "b", "c")]
+    async with running_stack(*workers, queue_timeout_s=WAIT_S) as stack:
+        embedder = stack.embedder()
+        asking = asyncio.create_task(embedder.embed(request()))
+        for _ in range(2):
+            worker, submit = await taken_by(workers)
+            await die(stack, worker, submit)
+            workers.remove(worker)
+        with pytest.raises(PoisonRequest):
+            await asking
+        with pytest.raises(PoisonRequest):
+            await embedder.embed(request(request_id="again"))
+        assert not workers[0].has_submissions

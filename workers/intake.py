@@ -1,0 +1,122 @@
+"""Which requests a worker takes, by its role and its drain, and the work that they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeVar
+
+from pdserve import wire
+from pdserve.errors import InvalidRequest
+from pdserve.types import ReasoningGate, Role
+from workers.engine import AggregatedPhase, DecodePhase, Phase, PoolingPhase, PrefillPhase, Work
+
+if TYPE_CHECKING:
+    from pdserve.v1 import worker_pb2 as w
+
+T = TypeVar("T")
+
+
+class RoleChangeState(StrEnum):
+    """A worker takes requests while SERVING, and only the router's probe while PROVING.
+
+    serving ── change_role ──► draining ── empty ──► proving ── settle(keep) ──► serving, new role
+                                  │ not empty            │ settle(not keep)
+                                  └──────────────────────┴──► serving, former role
+    """
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    PROVING = "proving"
+
+
+@dataclass(slots=True)
+class Intake:
+    """Role and drain of a worker. `DrainManager` changes them; the service only reads them and
+    closes the intake.
+
+    `is_drained`: a drain has begun and was not undone. `is_announcing`: routers learn of a drain
+    now. `is_moving`: routers should move the open streams to other workers.
+    """
+
+    role: Role
+    is_drained: bool = False
+    role_state: RoleChangeState = RoleChangeState.SERVING
+    is_announcing: bool = False
+    is_moving: bool = False
+    is_closed: bool = False
+
+    @property
+    def is_draining(self) -> bool:
+        """True if routers should send no new requests."""
+        return self.is_closed or self.is_drained or self.role_state is not RoleChangeState.SERVING
+
+    def accepts(self, *, is_probe: bool) -> bool:
+        """Return True if the worker takes a new request."""
+        if self.is_closed:
+            return False
+        # Routers that do not know of the drain yet still send requests.
+        if self.is_announcing or not self.is_draining:
+            return True
+        return is_probe and self.role_state is RoleChangeState.PROVING and not self.is_drained
+
+    def close(self) -> None:
+        """Take no more requests: the engine died or the worker closes."""
+        self.is_closed = True
+
+
+def work_from_pb(submit: w.Submit, stream_id: int, role: Role) -> Work:
+    """Return the engine's work for `submit` on a worker of `role`. Raises InvalidRequest with the
+    field's name."""
+    if not submit.sampling.HasField("max_tokens"):
+        raise InvalidRequest("max_tokens is missing", field="max_tokens")
+    phase, name = _phase(submit), submit.WhichOneof("phase")
+    # Every role that generates takes aggregated requests: routers fall back to them.
+    if name != role and (name != Role.AGGREGATED or role is Role.POOLING):
+        raise InvalidRequest(f"a {role} worker takes no {name} requests", field="phase")
+    max_tokens = submit.sampling.max_tokens
+    return Work(
+        stream_id=stream_id,
+        request_id=_present("request_id", submit.request_id),
+        prompt_token_ids=tuple(submit.prompt_token_ids),
+        sampling=wire.sampling_from_pb(submit.sampling, default_max_tokens=max_tokens),
+        phase=phase,
+        resume_token_ids=tuple(submit.resume_token_ids),
+        adapter=submit.adapter,
+        cache_salt=submit.cache_salt,
+        reasoning_gate=_reasoning_gate(submit),
+        media=wire.media_from_pb(submit.media, len(submit.prompt_token_ids)),
+    )
+
+
+def _reasoning_gate(submit: w.Submit) -> ReasoningGate | None:
+    if not submit.HasField("reasoning_gate"):
+        return None
+    gate = submit.reasoning_gate
+    return ReasoningGate(gate.parser, gate.kwargs_json)
+
+
+def _phase(submit: w.Submit) -> Phase:
+    match submit.WhichOneof("phase"):
+        case "prefill":
+            return PrefillPhase(_present("prefill.transfer_id", submit.prefill.transfer_id))
+        case "decode":
+            decode = submit.decode
+            return DecodePhase(
+                _present("decode.transfer_id", decode.transfer_id),
+                _present("decode.producer_addresses", tuple(decode.producer_addresses)),
+                _present("decode.producer_instance_id", decode.producer_instance_id),
+                kv_handle=decode.kv_handle,
+                live=decode.live,
+            )
+        case "aggregated":
+            return AggregatedPhase()
+        case "pooling":
+            return PoolingPhase(submit.pooling.second_text_at)
+    raise InvalidRequest("phase is missing", field="phase")
+
+
+def _present(name: str, value: T) -> T:
+    if not value:
+        raise InvalidRequest(f"{name} is missing", field=name)
+    return value

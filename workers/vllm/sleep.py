@@ -1,0 +1,42 @@
+"""The sleep of the step thread."""
+
+from __future__ import annotations
+
+import os
+import select
+
+from pdserve.process.wakeup import Wakeup
+
+
+class StepSleep:
+    """Sleeps until `wake` is called or a watched descriptor is readable. Released by `close`.
+
+    Any thread may call `wake`. The watched descriptors are eventfds and links to ranks, whose bytes
+    mean only that there is something to do: they are read and dropped.
+    """
+
+    def __init__(self) -> None:
+        self._wakeup = Wakeup()
+        self._poll = select.poll()
+        self.watch(self._wakeup.fileno())
+
+    def wake(self) -> None:
+        self._wakeup.set()
+
+    def watch(self, descriptor: int) -> None:
+        self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, timeout_s: float | None) -> None:
+        for descriptor, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+            try:
+                data = os.read(descriptor, 1 << 10)
+            except BlockingIOError:  # an eventfd that was cleared meanwhile
+                continue
+            except OSError:  # the rank's host is gone
+                data = b""
+            if not data:
+                self._poll.unregister(descriptor)
+
+    def close(self) -> None:
+        """Idempotent. `wake` then does nothing."""
+        self._wakeup.close()
