@@ -34,7 +34,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
 from pdserve.types import ErrorInfo, FinishReason, StreamDelta
@@ -297,7 +299,31 @@ def check_render(request: w.RenderRequest, model: ModelInfo) -> None:
     """Raise an error if no engine of this model can render the prompt."""
     if request.WhichOneof("prompt") is None:
         raise InvalidRequest("prompt is missing", field="prompt")
+    if request.WhichOneof("prompt") == "chat":
+        chat = request.chat
+        _check_json(chat.messages_json, list[_Message], field="messages_json")
+        _check_json(chat.tools_json or "[]", list[dict[str, Any]], field="tools_json")
+        _check_json(chat.variables_json or "{}", dict[str, Any], field="variables_json")
     _check_media(Counter(image=len(request.images)), model, field="images")
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Message(msgspec.Struct):
+    """What every engine reads of a message. Chat templates may read more."""
+
+    role: str
+    content: str | list[_Part] | None = None
+
+
+def _check_json(text: str, shape: Any, *, field: str) -> None:
+    try:
+        msgspec.json.decode(text, type=shape)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"chat.{field}: {error}", field=f"chat.{field}") from error
 
 
 def _check_media(counts: Counter[str], model: ModelInfo, *, field: str) -> None:

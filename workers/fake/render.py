@@ -45,10 +45,11 @@ def _words(request: w.RenderRequest) -> Iterator[str]:
         yield from re.findall(rf"{PLACEHOLDER}|\S+?(?={PLACEHOLDER}|\s|$)", request.text)
         return
     for message in json.loads(request.chat.messages_json):
-        content = message["content"]
+        content = message.get("content") or ""
         yield message["role"]
         for part in [{"text": content}] if isinstance(content, str) else content:
-            yield from (PLACEHOLDER,) if part.get("type") == "image" else part["text"].split()
+            is_image = part.get("type") == "image"
+            yield from (PLACEHOLDER,) if is_image else part.get("text", "").split()
 
 
 def _item(image: w.EncodedImage, index: int, offset: int) -> w.MediaItem:

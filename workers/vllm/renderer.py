@@ -96,7 +96,7 @@ class PromptRenderer:
         left = iter(zip(media, uuids, strict=True))
         messages = json.loads(chat.messages_json)
         for message in messages:
-            if isinstance(message["content"], list):
+            if isinstance(message.get("content"), list):
                 message["content"] = [_with_image(part, left) for part in message["content"]]
         variables = json.loads(chat.variables_json or "{}")
         if chat.tools_json:

@@ -450,6 +450,27 @@ async def test_a_prompt_whose_images_do_not_fit_is_refused(images: list[bytes], 
 
 
 @pytest.mark.parametrize(
+    ("chat", "field"),
+    [
+        (w.ChatPrompt(), "messages_json"),
+        (w.ChatPrompt(messages_json="[" * 100_000), "messages_json"),
+        (w.ChatPrompt(messages_json='[{"content": "a"}]'), "messages_json"),
+        (w.ChatPrompt(messages_json="[]", tools_json="{}"), "tools_json"),
+        (w.ChatPrompt(messages_json="[]", variables_json="[]"), "variables_json"),
+    ],
+)
+async def test_a_conversation_that_is_not_one_is_refused(chat: w.ChatPrompt, field: str) -> None:
+    async with running_worker(timing=IMAGES) as server, FakeRouter(server) as router:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.render(w.RenderRequest(chat=chat))
+    error = rpc.error_from_rpc(caught.value)
+    assert (caught.value.code(), error.field) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        f"chat.{field}",
+    )
+
+
+@pytest.mark.parametrize(
     ("timing", "data", "code"),
     [(IMAGES, b"", "transfer_failed"), (FakeSettings(), b"pixels", "invalid_value")],
 )
