@@ -55,7 +55,7 @@ CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
 .PHONY: help install gpu-install ray-install run test test-slow test-all fuzz test-gpu test-tools test-programs lint format typecheck screenshots proto proto-check size \
-	docs site chart check bench locks sbom dist clean
+	protocols docs site chart check bench locks sbom dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -158,6 +158,9 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 		--mypy_grpc_out=quiet:"$$fresh" $(PROTOS); \
 	diff -r -q --exclude=__init__.py --exclude=__pycache__ "$$fresh/pdserve/v1" pdserve/v1 \
 		|| { echo "pdserve/v1 is not what protos/ generates: run make proto" >&2; exit 1; }
+
+protocols: $(STAMP) ## keep the protos and KV messages of this version in tests/data, for tests of later ones
+	$(BIN)/python -m tests.support.protocols
 
 chart: $(STAMP) ## generate deploy/helm/pdserve from deploy/kubernetes/base, with kubectl
 	$(BIN)/python deploy/helm/generate.py
