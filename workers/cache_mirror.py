@@ -1,6 +1,7 @@
 """The engine's prefix cache in the form that routers use: chain hashes of blocks, after parents.
 
-Engines have their own block keys; the mirror maps each key to the chain hash of the block's tokens.
+Engines have their own block keys; the mirror maps each key to the chain hash of the block's tokens
+and images.
 An engine's lookup stops at the first missing block, so removing a block withdraws all blocks after
 it. This is rare, because vLLM evicts the last blocks of a prompt first. A withdrawn block that is
 still cached when its parent returns is not reported again.
@@ -15,7 +16,7 @@ from pdserve.model import prefix_hash
 from workers.engine import CacheChange
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 Key = Hashable
 
@@ -24,9 +25,9 @@ class CacheMirror:
     """The mirror. State: chain hash and children of each block by the engine's key, and the changes
     since `take`; the same for blocks in host memory.
 
-    A block whose parent is unknown here is ignored. Such a parent may contain an image, which
-    tokens and adapter do not identify. Engines report only keys for blocks in host memory, so such
-    a block appears only if it was in the main cache before.
+    A block whose parent is unknown here is ignored. Such a parent may have inputs that chain
+    hashes do not cover, such as embeddings. Engines report only keys for blocks in host memory, so
+    such a block appears only if it was in the main cache before.
     """
 
     def __init__(self, model: str, block_size: int) -> None:
@@ -58,9 +59,10 @@ class CacheMirror:
         token_ids: Sequence[int],
         adapter: str = "",
         cache_salt: str = "",
+        media: Mapping[int, Sequence[prefix_hash.MediaKey]] = prefix_hash.NO_MEDIA,
     ) -> None:
-        """Add consecutive blocks after `parent`. `token_ids` are the tokens of all of them. Known
-        blocks are skipped."""
+        """Add consecutive blocks after `parent`. `token_ids` are the tokens of all of them, `media`
+        the images in each by its index in `keys`. Known blocks are skipped."""
         skipped = 0
         while skipped < len(keys) and keys[skipped] in self._hashes:
             parent = keys[skipped]
@@ -70,7 +72,12 @@ class CacheMirror:
         if parent is not None and parent not in self._hashes:
             return
         seed = self.root(adapter, cache_salt) if parent is None else self._hashes[parent]
-        hashes = prefix_hash.chain(token_ids[skipped * self._block_size :], self._block_size, seed)
+        hashes = prefix_hash.chain(
+            token_ids[skipped * self._block_size :],
+            self._block_size,
+            seed,
+            media={index - skipped: found for index, found in media.items()},
+        )
         for key, chain_hash in zip(keys[skipped:], hashes, strict=True):
             if key in self._hashes:
                 self.remove(key)  # it was cached after another parent

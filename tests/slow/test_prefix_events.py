@@ -15,7 +15,7 @@ from pdserve.types import SamplingParams
 from tests.support.engines import EngineProcess, settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.support.engine_pair import EnginePair
@@ -37,18 +37,6 @@ def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-async def predicted(engine: EngineProcess, prompt: Sequence[int]) -> int:
-    """Return how many tokens the router expects to be cached."""
-    cached = await engine.cached_blocks()
-    usable = prefix_hash.usable_blocks(len(prompt), BLOCK)
-    root = prefix_hash.root(engine.info.model.name, BLOCK)
-    chain = prefix_hash.chain(prompt, BLOCK, root, blocks=usable)
-    reached = [x in cached for x in chain]
-    # Closed: nothing is said to be cached that no lookup reaches.
-    assert reached == sorted(reached, reverse=True)
-    return sum(reached) * BLOCK
-
-
 def reported(answer: EngineAnswer) -> int:
     assert answer.report is not None
     return answer.report.cached_tokens
@@ -65,8 +53,8 @@ async def test_both_workers_of_a_pair_hold_what_their_events_say(pair_shm: Engin
     hits = 0
     # The last ones again: all but the block of the last token is there.
     for prompt in [*prompts, prompts[0], prompts[-1]]:
-        on_prefill = await predicted(pair_shm.prefill, prompt)
-        on_decode = await predicted(pair_shm.decode, prompt)
+        on_prefill = await pair_shm.prefill.expected_hit(prompt)
+        on_decode = await pair_shm.decode.expected_hit(prompt)
         await pair_shm.run(prompt, params(40))
         first, rest = pair_shm.last
         assert reported(first) == on_prefill
@@ -80,7 +68,7 @@ async def test_both_workers_of_a_pair_hold_what_their_events_say(pair_shm: Engin
     answer = system + tokens(40, 0)
     tail = await pair_shm.run(answer, params(40))
     turn = answer + list(tail.token_ids)
-    assert await predicted(pair_shm.decode, turn) > len(answer)
+    assert await pair_shm.decode.expected_hit(turn) > len(answer)
     await pair_shm.until_empty()
 
 
@@ -107,7 +95,7 @@ async def test_evicted_blocks_are_known_to_be_gone(small: EngineProcess) -> None
         prompt = tokens(rng.choice((0, 64, 128)), rng.randrange(3)) + tokens(length, turn % 13)
         if seen and rng.random() < 0.5:
             prompt = rng.choice(seen)
-        expected = await predicted(small, prompt)
+        expected = await small.expected_hit(prompt)
         assert reported(await small.run(prompt, params(answer))) == expected
         hits += bool(expected)
         evicted += prompt in seen and expected < (len(prompt) - 1) // BLOCK * BLOCK
@@ -117,7 +105,7 @@ async def test_evicted_blocks_are_known_to_be_gone(small: EngineProcess) -> None
     assert len(await small.cached_blocks()) < FEW_BLOCKS
 
 
-async def test_blocks_that_tokens_adapter_and_salt_do_not_tell_are_left_out() -> None:
+async def test_blocks_that_chain_hashes_do_not_identify_are_left_out() -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
     from workers.cache_mirror import CacheMirror
@@ -136,8 +124,8 @@ async def test_blocks_that_tokens_adapter_and_salt_do_not_tell_are_left_out() ->
         change = events.take()
         return (0, 0) if change is None else (len(change.removed), len(change.stored))
 
-    image = stored(b"a", None, extra_keys=[(("image", 0),)])
-    assert told(image, stored(b"b", b"a"), stored(b"d", None, medium="CPU")) == (0, 0)
+    embeddings = stored(b"a", None, extra_keys=[(b"digest",)])
+    assert told(embeddings, stored(b"b", b"a"), stored(b"d", None, medium="CPU")) == (0, 0)
     adapter = {"lora_id": 1, "lora_name": "x@1"}
     events.publish(
         KVEventBatch(ts=0.0, events=[stored(b"e", None, **adapter, extra_keys=[("x@1", "salt")])])
@@ -148,10 +136,17 @@ async def test_blocks_that_tokens_adapter_and_salt_do_not_tell_are_left_out() ->
         [1, 2], 2, prefix_hash.root("m", 2, "x@1", "salt")
     )
     assert told(stored(b"c", None, **adapter, extra_keys=[("x@1",)])) == (0, 1)
+    picture = stored(b"p", None, **adapter, extra_keys=[("x@1", ("image", 1), "salt")])
+    events.publish(KVEventBatch(ts=0.0, events=[picture]))
+    change = events.take()
+    assert change is not None
+    assert list(change.stored) == prefix_hash.chain(
+        [1, 2], 2, prefix_hash.root("m", 2, "x@1", "salt"), media={0: [("image", 1)]}
+    )
     assert told(stored(b"a", None, extra_keys=[None]), stored(b"b", b"a")) == (0, 2)
     # Another block holds the same tokens still.
     assert told(BlockRemoved([b"b"], "GPU", 0)) == (0, 0)
     del held[b"b"]
     assert told(BlockRemoved([b"b"], "GPU", 0)) == (1, 0)
-    assert told(AllBlocksCleared()) == (3, 0)
+    assert told(AllBlocksCleared()) == (4, 0)
     assert events.take() is None

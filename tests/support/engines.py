@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.config import TiersConfig
 from pdserve.errors import PdserveError
+from pdserve.model import prefix_hash
 from pdserve.types import SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from tests.support.engine_process import read_frame, write_frame
@@ -286,6 +287,22 @@ class EngineProcess:
     async def cached_blocks(self) -> set[int]:
         """Return the chain hashes of the blocks in the prefix cache, according to its events."""
         return set(await self._ask("cache", WAIT_S))
+
+    async def expected_hit(self, ids: Sequence[int], media: Sequence[MediaItem] = ()) -> int:
+        """Return how many tokens of a prompt a router expects to be cached."""
+        cached, size = await self.cached_blocks(), self.info.block_size
+        places = prefix_hash.media_keys([(x.hash, x.offset, x.length) for x in media], size)
+        chain = prefix_hash.chain(
+            ids,
+            size,
+            prefix_hash.root(self.info.model.name, size),
+            blocks=prefix_hash.usable_blocks(len(ids), size),
+            media=places,
+        )
+        reached = [x in cached for x in chain]
+        # Closed: nothing is said to be cached that no lookup reaches.
+        assert reached == sorted(reached, reverse=True)
+        return sum(reached) * size
 
     async def until_empty(self, timeout_s: float = WAIT_S) -> tuple[WorkerLoad | None, KvLedger]:
         """Wait until the ledger is empty. Raises TimeoutError with the ledger."""

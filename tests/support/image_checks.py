@@ -85,10 +85,16 @@ async def _right(of: KindEngines, prompt: ImagePrompt, tokens: int = TOKENS) -> 
 
 
 async def _check(of: KindEngines, prompt: ImagePrompt, what: str) -> tuple[int, ...]:
-    """Run a prompt on the pair, compare the answer with the reference, and return it."""
+    """Run a prompt on the pair, compare the answer with the reference, and return it. Also compare
+    the hit that a router expects with the engine's, if the model's blocks are reported."""
+    prefill = of.pair.prefill
+    hit = await prefill.expected_hit(prompt.ids, prompt.media)
+    is_reported = bool(await prefill.cached_blocks())
     found = await of.pair.run(prompt.ids, params(TOKENS, ignore_eos=True), media=prompt.media)
-    report = of.pair.last[-1].report
+    first, report = (x.report for x in of.pair.last)
+    assert first is not None
     assert report is not None
+    assert hit == first.cached_tokens or not is_reported, f"{what}: {first.cached_tokens} cached"
     assert report.transfer is not None, f"{what}: not handed over"
     right = await _right(of, prompt)
     assert found.token_ids == right, what

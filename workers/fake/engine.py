@@ -64,7 +64,7 @@ from workers.fake.settings import FakeSettings, matches
 from workers.metering.accounting import BusyTime, StepWork
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator, Coroutine, Iterable
 
     from kv_transfer.settings import ConnectorConfig
     from pdserve.types import Adapter, ModelInfo, PositionLogprobs
@@ -205,24 +205,31 @@ class PrefixCache(CacheMirror):
         self._max_blocks = max_blocks
         self._recent: OrderedDict[int, None] = OrderedDict()
 
-    def hit(self, prompt_token_ids: tuple[int, ...], adapter: str = "", salt: str = "") -> int:
+    def hit(self, work: Work) -> int:
         """Return how many tokens of the prompt need not be computed."""
-        count = prefix_hash.usable_blocks(len(prompt_token_ids), self._block_size)
-        chain = self._chain(prompt_token_ids, self.root(adapter, salt), count)
+        count = prefix_hash.usable_blocks(len(work.prompt_token_ids), self._block_size)
+        chain = self._chain(work, work.prompt_token_ids, count)
         return sum(x in self._recent for x in chain) * self._block_size
 
-    def keep(self, prompt_token_ids: tuple[int, ...], adapter: str = "", salt: str = "") -> None:
-        """Cache the blocks of a prompt that was computed or received."""
-        chain = self._chain(prompt_token_ids, self.root(adapter, salt), self._max_blocks)
-        self.store(chain, None, prompt_token_ids[: len(chain) * self._block_size], adapter, salt)
+    def keep(self, work: Work, generated: Iterable[int] = ()) -> None:
+        """Cache the blocks of a prompt that was computed or received, and of tokens after it."""
+        token_ids = (*work.prompt_token_ids, *generated)
+        chain = self._chain(work, token_ids, self._max_blocks)
+        cached, media = token_ids[: len(chain) * self._block_size], self._media_of(work)
+        self.store(chain, None, cached, work.adapter, work.cache_salt, media)
         for chain_hash in reversed(chain):
             self._recent[chain_hash] = None
             self._recent.move_to_end(chain_hash)
         while len(self._recent) > self._max_blocks:
             self.remove(self._recent.popitem(last=False)[0])
 
-    def _chain(self, token_ids: tuple[int, ...], root: int, count: int) -> list[int]:
-        return prefix_hash.chain(token_ids, self._block_size, root, blocks=count)
+    def _chain(self, work: Work, token_ids: tuple[int, ...], count: int) -> list[int]:
+        root, media = self.root(work.adapter, work.cache_salt), self._media_of(work)
+        return prefix_hash.chain(token_ids, self._block_size, root, blocks=count, media=media)
+
+    def _media_of(self, work: Work) -> dict[int, list[prefix_hash.MediaKey]]:
+        items = [(x.hash, x.offset, x.length) for x in work.media]
+        return prefix_hash.media_keys(items, self._block_size)
 
 
 class FakeEngine:
@@ -498,10 +505,7 @@ class FakeEngine:
                 sequence.fetch = self._spawn(fetch, "fake-engine-fetch")
             else:
                 if self._cache is not None:
-                    work = sequence.work
-                    sequence.cached_tokens = self._cache.hit(
-                        work.prompt_token_ids, work.adapter, work.cache_salt
-                    )
+                    sequence.cached_tokens = self._cache.hit(sequence.work)
                 self._running[stream_id] = sequence
 
     def _step_work(self) -> StepWork:
@@ -517,7 +521,7 @@ class FakeEngine:
             delta = ended_by(work.stream_id, WorkerFailed("a scripted fault failed the prefill"))
         else:
             if sequence.kv is None and self._cache is not None:
-                self._cache.keep(work.prompt_token_ids, work.adapter, work.cache_salt)
+                self._cache.keep(work)
             delta = sequence.advance(self._now())
             if isinstance(work.phase, PoolingPhase):
                 delta = replace(
@@ -537,8 +541,7 @@ class FakeEngine:
             self._drop(work.phase.transfer_id, "the answer ended at prefill")
         self._free += sequence.blocks
         if self._cache is not None and delta.error is None:
-            whole = (*work.prompt_token_ids, *sequence.generated[:-1])
-            self._cache.keep(whole, work.adapter, work.cache_salt)
+            self._cache.keep(work, sequence.generated[:-1])
         return delta
 
     def _blocks_needed(self, work: Work) -> int:
@@ -647,8 +650,7 @@ class FakeEngine:
             sequence.receive(handoff, report)
             self._running[stream_id] = sequence
             if self._cache is not None:
-                work = sequence.work
-                self._cache.keep(work.prompt_token_ids, work.adapter, work.cache_salt)
+                self._cache.keep(sequence.work)
         del self._receiving[stream_id]
         sequence.fetch = None
         self._wake.set()

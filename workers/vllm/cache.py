@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from workers.cache_mirror import CacheMirror
 
 if TYPE_CHECKING:
+    from pdserve.model.prefix_hash import MediaKey
     from workers.engine import CacheChange
 
 _log = logging.getLogger(__name__)
@@ -70,9 +71,14 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
                 self._mirror.clear()
             elif isinstance(event, BlockRemoved) and event.medium == self._pool.medium:
                 self._remove(event)
-            elif isinstance(event, BlockStored) and (salt := self._salt_of(event)) is not None:
-                parent, adapter = event.parent_block_hash, event.lora_name or ""
-                self._mirror.store(event.block_hashes, parent, event.token_ids, adapter, salt)
+            elif isinstance(event, BlockStored) and (inputs := self._inputs_of(event)) is not None:
+                self._mirror.store(
+                    event.block_hashes,
+                    event.parent_block_hash,
+                    event.token_ids,
+                    event.lora_name or "",
+                    *inputs,
+                )
         return self._mirror.take() or None
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -80,23 +86,30 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
             if key in self._mirror and self._pool.get_cached_block(key, [0]) is None:
                 self._mirror.remove(key)
 
-    def _salt_of(self, event: BlockStored) -> str | None:
-        """Return the blocks' cache salt, "" without one. Return None if tokens, adapter and salt do
-        not identify the blocks. `extra_keys` are the other inputs of vLLM's block hashes: adapter
-        name, images, embeddings, and the salt in the first block of a prompt."""
-        adapter = () if event.lora_name is None else (event.lora_name,)
-        first, *others = (tuple(x or ()) for x in event.extra_keys or ((),))
-        salt = first[len(adapter) :] if event.parent_block_hash is None else ()
-        if (
-            event.medium != self._pool.medium
-            or event.block_size != self._block_size
-            or first != adapter + salt
-            or any(x != adapter for x in others)
-            or len(salt) > 1
-            or not all(isinstance(x, str) for x in salt)
-        ):
+    def _inputs_of(self, event: BlockStored) -> tuple[str, dict[int, list[MediaKey]]] | None:
+        """Return the blocks' cache salt, "" without one, and the images in each block. Return None
+        if these, tokens and adapter do not identify the blocks.
+
+        `extra_keys` are the other inputs of vLLM's block hashes: adapter name, (image hash, offset)
+        pairs, the salt in the first block of a prompt, and digests of embeddings, which are bytes.
+        """
+        if event.medium != self._pool.medium or event.block_size != self._block_size:
             return None
-        return salt[0] if salt else ""
+        salt = ""
+        media: dict[int, list[MediaKey]] = {}
+        adapter = () if event.lora_name is None else (event.lora_name,)
+        for index, extra in enumerate(event.extra_keys or [None] * len(event.block_hashes)):
+            keys = list(extra or ())
+            if tuple(keys[: len(adapter)]) != adapter:
+                return None
+            others = keys[len(adapter) :]
+            while others and isinstance(others[0], tuple):
+                media.setdefault(index, []).append(others.pop(0))
+            if others and index == 0 and event.parent_block_hash is None:
+                salt = others.pop(0)
+            if others or not isinstance(salt, str):
+                return None
+        return salt, media
 
 
 def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:

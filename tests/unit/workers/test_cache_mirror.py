@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.model import prefix_hash
+from pdserve.types import MediaItem, SamplingParams
 from workers.cache_mirror import CacheMirror
-from workers.engine import CacheChange
+from workers.engine import AggregatedPhase, CacheChange, Work
 from workers.fake.engine import PrefixCache as FakeCache
 
 SIZE = 2
@@ -27,6 +28,10 @@ def tokens(prompt: str) -> list[int]:
 
 def hash_of(prefix: str) -> int:
     return prefix_hash.chain(tokens(prefix), SIZE, ROOT)[-1]
+
+
+def work(token_ids: tuple[int, ...], *media: MediaItem) -> Work:
+    return Work(1, "r", token_ids, SamplingParams(), AggregatedPhase(), media=media)
 
 
 class Reader:
@@ -88,7 +93,7 @@ def test_the_mirror_shows_only_blocks_that_a_lookup_can_reach(data: st.DataObjec
 
 def test_blocks_behind_an_unknown_one_are_left_out() -> None:
     mirror = CacheMirror("m", SIZE)
-    # What stands behind an image has none of its own: only its parent tells.
+    # What stands behind embeddings has none of its own: only its parent tells.
     mirror.store([key("01"), key("010")], key("0"), tokens("10"))
     assert not mirror.take()
     assert len(mirror) == 0
@@ -114,14 +119,35 @@ def test_the_fake_cache_is_bounded_and_closed(prompts: list[str], room: int) -> 
     cache, reader = FakeCache("m", SIZE, room), Reader()
     for prompt in prompts:
         ids = tuple(tokens(prompt))
-        cache.keep(ids)
+        cache.keep(work(ids))
         reader.read(cache.take() or CacheChange())
         assert len(reader.blocks) <= room
         chain = [hash_of(prompt[: i + 1]) for i in range(len(prompt))]
         held = [x in reader.blocks for x in chain]
         assert held == sorted(held, reverse=True)
         # One more token, so that the whole prompt may be taken from the cache.
-        assert cache.hit((*ids, 0)) == sum(held) * SIZE == min(len(prompt), room) * SIZE
+        assert cache.hit(work((*ids, 0))) == sum(held) * SIZE == min(len(prompt), room) * SIZE
+
+
+def test_prompts_share_the_blocks_before_the_first_image_that_differs() -> None:
+    cache, ids = FakeCache("m", SIZE, 9), tuple(range(8))
+    red, blue = (MediaItem("image", name, offset=2, length=3) for name in ("red", "blue"))
+    cache.keep(work(ids, red))
+    change = cache.take()
+    assert change is not None
+    places = prefix_hash.media_keys([("red", 2, 3)], SIZE)
+    assert list(change.stored) == prefix_hash.chain(ids, SIZE, ROOT, media=places)
+    assert cache.hit(work((*ids, 0), red)) == 8
+    assert cache.hit(work((*ids, 0), blue)) == cache.hit(work((*ids, 0))) == 2
+
+
+def test_known_blocks_before_an_image_do_not_move_it() -> None:
+    mirror, places = CacheMirror("m", SIZE), prefix_hash.media_keys([("red", 4, 2)], SIZE)
+    store(mirror, "00", 0)
+    known = mirror.take().stored
+    mirror.store([key(x) for x in ("0", "00", "00r", "00r1")], None, tokens("0001"), media=places)
+    whole = prefix_hash.chain(tokens("0001"), SIZE, ROOT, media=places)
+    assert [*known, *mirror.take().stored] == whole
 
 
 def test_a_block_that_stays_keeps_nothing_of_those_after_it() -> None:
