@@ -426,21 +426,40 @@ def solid_png(red: int, green: int, blue: int) -> str:
 
 async def images(endpoint: Endpoint) -> Outcome:
     question = "What is the dominant color of this image? Answer with one word: red or blue."
-    text: Body = {"type": "text", "text": question}
-    colors = {"red": solid_png(255, 0, 0), "blue": solid_png(0, 0, 255)}
-    parts = {x: [{"type": "image_url", "image_url": {"url": colors[x]}}, text] for x in colors}
-    plain = await endpoint.ask([text])
-    seen = [(x, await endpoint.ask(parts[x])) for x in ("red", "blue", "red", "blue")]
-    if plain.usage and seen[0][1].usage and _counts(plain)[0] >= _counts(seen[0][1])[0]:
-        return CheckFailed("an image adds no tokens to the prompt", [plain, seen[0][1]])
-    named = [(x, set(re.findall("red|blue", answer.text.lower())), answer) for x, answer in seen]
-    for color, names, answer in named:
-        if names and color not in names:
-            others = [a for x, _, a in named if x != color]
-            return CheckFailed(f"the {color} image is called {names.pop()}", [*others[:1], answer])
-    if not all(names == {color} for color, names, _ in named):
-        return NotApplicable(f"the model does not name colors: {seen[0][1].text[:80]!r}")
-    return Passed()
+    pngs = {"red": solid_png(255, 0, 0), "blue": solid_png(0, 0, 255)}
+
+    def content(color: str, text: str) -> list[Body]:
+        image = {"type": "image_url", "image_url": {"url": pngs[color]}}
+        return [image, {"type": "text", "text": text}]
+
+    # Texts of their own: no cache that forgets the image can mix these up.
+    seen = {x: await endpoint.ask(content(x, fresh(question))) for x in pngs}
+    names_colors = all(_colors(answer) == {x} for x, answer in seen.items())
+    same = fresh(question)
+    alone = {x: await endpoint.ask(content(x, same)) for x in pngs}
+    plain = await endpoint.ask([{"type": "text", "text": same}])
+    if plain.usage and alone["red"].usage and _counts(plain)[0] >= _counts(alone["red"])[0]:
+        return CheckFailed("an image adds no tokens to the prompt", [plain, alone["red"]])
+    order = [*pngs, *pngs]
+    crowded = await endpoint.at_once([endpoint.body(content(x, same)) for x in order])
+    other = {"red": "blue", "blue": "red"}
+    for color, answer in (*alone.items(), *zip(order, crowded, strict=True)):
+        if names_colors and _colors(answer) == {other[color]}:
+            what = f"the {color} image is called {other[color]}"
+            return CheckFailed(what, [alone[other[color]], answer])
+        if answer.text == alone[other[color]].text != alone[color].text:
+            what = f"an answer to the {color} image is that to the {other[color]} one"
+            return CheckFailed(what, [alone[other[color]], answer])
+    if names_colors:
+        return Passed()
+    if alone["red"].text == alone["blue"].text:
+        alike = alone["red"].text[:80]
+        return NotApplicable(f"the model answers alike for a red and a blue image: {alike!r}")
+    return Passed("the model names no colors; its answers differ with the image")
+
+
+def _colors(answer: EndpointAnswer) -> set[str]:
+    return set(re.findall(r"\b(?:red|blue)\b", answer.text.lower()))
 
 
 async def salt(endpoint: Endpoint) -> Outcome:
@@ -576,7 +595,7 @@ CHECKS = (
         "Each answer is about the image of its own request",
         "SMG P/D: answered from the image of another request",
         "smg-project/smg/pull/2365",
-        (5, 5 * ANSWER_TOKENS),
+        (9, 9 * ANSWER_TOKENS),
     ),
     Check(
         salt,

@@ -48,6 +48,7 @@ class Server:
         self.requests = self.asked_tokens = self.running = self.handed_over = 0
         self.slots = asyncio.Semaphore(SLOTS)
         self.prompts: list[str] = []
+        self.images: dict[str, str] = {}
         self.cached: set[tuple[str, str]] = set()
         self.draws = random.Random(0)
 
@@ -116,7 +117,7 @@ class Server:
             return list(CALL)
         content = body["messages"][0]["content"]
         if isinstance(content, list) and len(content) > 1:
-            return [self.color(content[0]["image_url"]["url"])]
+            return [self.color(content[0]["image_url"]["url"], prompt)]
         if "earlier answer" in self.faults and prompt in self.prompts:
             prompt = self.prompts[-1]
         self.prompts.append(prompt_of(body))
@@ -130,9 +131,14 @@ class Server:
             tokens[0] = "near " if "near tie" in self.faults else "Other "
         return tokens
 
-    def color(self, url: str) -> str:
-        is_red = url == solid_png(255, 0, 0)
-        return "Red" if is_red or "one image" in self.faults else "Blue"
+    def color(self, url: str, text: str) -> str:
+        if "one image" in self.faults:
+            url = self.images.setdefault(text, url)
+        is_red = url == solid_png(255, 0, 0) or "color blind" in self.faults
+        if "images swapped" in self.faults and self.running > 1:
+            is_red = not is_red
+        names = ("Some", "Other") if "no colors" in self.faults else ("Blue", "Red")
+        return names[is_red]
 
     def score(self, token: str) -> Body:
         """Return the logprobs of a token: likely, with "near" close to it, and a third."""
@@ -298,6 +304,7 @@ FAULTS = [
     ("length", "length breaks", "HTTP 500: prefill worker failed [2J to start"),
     ("concurrency", "wrong first", "at character 0"),
     ("images", "one image", "the blue image is called red"),
+    ("images", "images swapped", "image is called"),
     ("images", "image dropped", "adds no tokens"),
     ("salt", "salt ignored", "another salt"),
     ("disaggregation", "aggregated", "no sign of a hand-over"),
@@ -361,6 +368,18 @@ async def test_checks_of_features_that_an_endpoint_lacks_are_not_applicable(
     assert isinstance(await outcome(name, fault), NotApplicable)
 
 
+async def test_images_are_checked_with_a_model_that_names_no_colors() -> None:
+    found = await outcome("images", "no colors")
+    assert isinstance(found, Passed), found
+    assert "names no colors" in found.note
+    swapped = await outcome("images", "no colors", "images swapped")
+    assert isinstance(swapped, CheckFailed), swapped
+    assert "image is that to the" in swapped.what
+    blind = await outcome("images", "color blind")
+    assert isinstance(blind, NotApplicable), blind
+    assert "alike" in blind.why
+
+
 async def test_without_metrics_an_abort_is_judged_by_later_answers() -> None:
     found = await outcome("abort", "no metrics")
     assert isinstance(found, Passed)
@@ -383,7 +402,7 @@ async def test_the_command_prints_a_table_and_its_exit_code_says_what_holds(
     rows = {line.split()[0]: line for line in shown.out.splitlines() if line.strip()}
     assert "holds" in rows["stream"]
     assert "not applicable" in rows["images"]
-    assert "2 checks of m ask for 320 tokens of answers at most, in 10 requests" in shown.err
+    assert "2 checks of m ask for 448 tokens of answers at most, in 14 requests" in shown.err
     assert "[1/2] stream" in shown.err
 
 
