@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 STREAMS = 2
 TOKENS_BEFORE, TOKENS_AFTER = 40, 200
+STREAM_PROMPT, STREAM_TOKENS = 20, 2 * (TOKENS_BEFORE + TOKENS_AFTER)
 LONG_PROMPT = 3000
 
 
@@ -40,7 +41,7 @@ async def longest_pause(deltas: AsyncIterator[Delta], tokens: int) -> float:
 
 async def measure(client: Client, prompt: list[int], begun: asyncio.Barrier) -> tuple[float, float]:
     """Return the longest pause of one stream, before and after `begun`."""
-    sampling = SamplingParams(max_tokens=2 * (TOKENS_BEFORE + TOKENS_AFTER), ignore_eos=True)
+    sampling = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True)
     async with aclosing(client.generate(prompt, sampling)) as deltas:
         await anext(deltas)  # the time to the first token is no pause
         before = await longest_pause(deltas, TOKENS_BEFORE)
@@ -50,7 +51,13 @@ async def measure(client: Client, prompt: list[int], begun: asyncio.Barrier) -> 
 
 async def main(router: str) -> None:
     async with Client(router) as client:
-        model = (await client.list_models())[0]
+        models = await client.list_models()
+        if not models:
+            raise SystemExit(f"the router at {router} serves no model that makes text yet")
+        model, needed = models[0], 2 * (STREAM_PROMPT + STREAM_TOKENS)
+        if model.max_model_len < needed:
+            limit = f"a context of {model.max_model_len} tokens"
+            raise SystemExit(f"{model.name} has {limit}, and a prompt that stalls needs {needed}")
 
         def tokens(count: int) -> list[int]:
             return random.choices(range(model.vocab_size // 2), k=count)
@@ -58,7 +65,8 @@ async def main(router: str) -> None:
         begun = asyncio.Barrier(STREAMS + 1)
         async with asyncio.TaskGroup() as group:
             streams = [
-                group.create_task(measure(client, tokens(20), begun)) for _ in range(STREAMS)
+                group.create_task(measure(client, tokens(STREAM_PROMPT), begun))
+                for _ in range(STREAMS)
             ]
             await begun.wait()
             prompt = tokens(min(LONG_PROMPT, model.max_model_len - 100))
