@@ -13,7 +13,8 @@
 #define ROW 16
 #define MIN_UNLOCKED (64 << 10) /* shorter copies keep the interpreter lock */
 #define MIN_STREAMED 1024       /* pages from this size on are written without the CPU cache */
-#define AHEAD 8192              /* prefetch distance in bytes, at most a page */
+#define INTO_L2 2
+#define AHEAD (32 << 10)        /* prefetch distance in bytes, at most a page; fits in L2 */
 
 typedef uint64_t Row __attribute__((vector_size(ROW)));
 typedef struct {
@@ -42,7 +43,8 @@ static void absorb(Digest *digest, char *to, const char *from, const char *next,
 #endif
     for (; at + 4 * ROW <= size; at += 4 * ROW) {
         Row rows[4];
-        __builtin_prefetch(at + ahead < size ? from + at + ahead : next + (at + ahead - size));
+        __builtin_prefetch(at + ahead < size ? from + at + ahead : next + (at + ahead - size), 0,
+                           INTO_L2);
         memcpy(rows, from + at, sizeof rows);
 #ifdef __SSE2__
         for (int i = 0; is_streamed && i < 4; i++)

@@ -198,18 +198,19 @@ class Driver:
 
     def _write_queued(self, link: Link, *, may_wait: bool) -> None:
         """Send queued items in order. The caller holds `link.writing`, and then calls `_flush`."""
+        while (item := link.take()) is not None:
+            if not isinstance(item, SendChunk):
+                link.buffer(item)
+            elif may_wait or (link.producer is not None and link.producer.is_quick):
+                self._send_chunk(link, item)
+            else:
+                link.put_back(item)
+                break
+        # One write, so that the peer's reader wakes once: a short transfer is a chunk and its end.
         if may_wait:
             link.write_pieces([])
-        while (item := link.take()) is not None:
-            if isinstance(item, SendChunk):
-                if not (may_wait or (link.producer is not None and link.producer.is_quick)):
-                    link.put_back(item)
-                    return
-                self._send_chunk(link, item)
-            elif may_wait:
-                link.write(item)
-            elif not link.write_some(item):
-                return
+        else:
+            link.send_buffered()
 
     def _send_chunk(self, link: Link, chunk: SendChunk[Link]) -> None:
         """Send a chunk, unless its transfer was closed or rewound meanwhile."""

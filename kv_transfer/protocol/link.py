@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # The kernel responds even if the process is busy, so this is much shorter than receive_timeout_s.
 DEAD_PEER_S = 5
 SOCKET_BUFFER_BYTES = 4 << 20
-READ_AHEAD_BYTES = 4 << 10
+READ_AHEAD_BYTES = 16 << 10
 _IOV_MAX = 512
 
 
@@ -219,19 +219,17 @@ class Link:
         """Send a message, waiting for the peer. The caller holds `writing`."""
         self.write_pieces([memoryview(encode(message))])
 
-    def write_some(self, message: KvMessage) -> bool:
-        """Send as much of a message as the socket accepts without blocking.
+    def buffer(self, message: KvMessage) -> None:
+        """Hold a message back until the next write or `send_buffered`. The caller holds
+        `writing`."""
+        self._unsent += encode(message)
 
-        Return False if some bytes are unsent; they are sent before the next item. The caller holds
-        `writing`.
-        """
-        data = encode(message)
-        try:
-            sent = 0 if self._unsent else self.sock.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        self._unsent += data[sent:]
-        return not self._unsent
+    def send_buffered(self) -> None:
+        """Send as much of what is held back as the socket accepts without blocking. The caller
+        holds `writing`."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self.sock.send(self._unsent, socket.MSG_DONTWAIT) :]
 
     def write_pieces(self, pieces: Sequence[memoryview]) -> None:
         """Send all bytes of the pieces in order, without copying them. The caller holds

@@ -73,7 +73,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class DigestBlocks:
-    """Action: this transfer may have blocks to digest. Call `undigested` until it returns None."""
+    """Action: this transfer has blocks to digest. Call `undigested` until it returns None."""
 
     transfer_id: str
 
@@ -224,7 +224,7 @@ class Producer(Generic[LinkT]):
         groups = [shard.group for shard in self._plan.shards]
         held = min(len(tables[group.table]) * group.block_size for group in groups)
         transfer.tables, transfer.ready_tokens = tables, min(ready_tokens, held)
-        return [*self._pump(transfer, now), DigestBlocks(transfer_id)]
+        return [*self._pump(transfer, now), *self._digest(transfer_id)]
 
     def end(
         self,
@@ -246,7 +246,11 @@ class Producer(Generic[LinkT]):
         if not held or transfer.is_closed:
             return self._close(transfer, "the prefill was aborted")
         transfer.lease_end = now + self._lease_s
-        return [*self._pump(transfer, now), DigestBlocks(transfer_id)]
+        return [*self._pump(transfer, now), *self._digest(transfer_id)]
+
+    def _digest(self, transfer_id: str) -> list[Action[LinkT]]:
+        """Return an action only if there is something to digest: it wakes a thread."""
+        return [DigestBlocks(transfer_id)] if self.undigested(transfer_id) is not None else []
 
     def undigested(self, transfer_id: str) -> Undigested[LinkT] | None:
         """Return at most one chunk of final blocks without digests, or None. Use whole pages until
@@ -364,7 +368,7 @@ class Producer(Generic[LinkT]):
             return self._close(transfer, str(error))
         # Drop the consumer's offset, so that equal parts of different consumers share digests.
         reader.parts = tuple(replace(part, target_start=0) for part in parts)
-        return [*self._pump(transfer, now), DigestBlocks(transfer_id)]
+        return [*self._pump(transfer, now), *self._digest(transfer_id)]
 
     def nack(self, link: LinkT, transfer_id: str, first: int, now: float) -> list[Action[LinkT]]:
         """Send block `first`, which arrived damaged, and all later blocks once more."""

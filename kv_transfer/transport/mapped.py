@@ -40,7 +40,7 @@ class MappedProducer(ProducerChannel):
         self.name = name
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
-        self._link.write(replace(chunk, block_ids=block_ids))
+        self._link.buffer(replace(chunk, block_ids=block_ids))
 
 
 class PeerCache(Protocol):

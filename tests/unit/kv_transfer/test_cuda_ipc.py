@@ -24,7 +24,7 @@ class Link:
     def __init__(self) -> None:
         self.written: list[ChunkReady] = []
 
-    def write(self, message: ChunkReady) -> None:
+    def buffer(self, message: ChunkReady) -> None:
         self.written.append(message)
 
 
