@@ -12,7 +12,7 @@ export function chatView(app) {
   const model = make("select");
   const key = make("input", { type: "password", autocomplete: "off", size: "20" });
   const text = make("textarea", { "aria-label": "Message", placeholder: "Ask something. Ctrl+Enter sends. Images can be pasted or dropped here." });
-  const pictures = make("div", { class: "controls", "aria-label": "Images to send" });
+  const pictures = make("div", { class: "controls", role: "group", "aria-label": "Images to send" });
   const tools = make("textarea", { "aria-label": "Tools" });
   const example = make("button", { type: "button", onclick: () => { tools.value = JSON.stringify(EXAMPLE, null, 1); } }, "Example");
   const effort = make("select");
