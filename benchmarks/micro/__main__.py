@@ -12,7 +12,7 @@ from benchmarks.errors import BenchError
 from benchmarks.progress import Progress
 from benchmarks.report.tables import print_line, print_table
 
-NAMES = ("batch", "console", "kv", "loop", "router", "tiers", "unloaded")
+NAMES = ("batch", "console", "gpu_link", "kv", "loop", "router", "tiers", "unloaded")
 
 
 def main() -> int:

@@ -1,6 +1,10 @@
 """A ctypes binding of calls of the CUDA runtime that torch lacks, or makes while it holds the
 interpreter lock. ctypes releases the lock: closing a mapping may wait for the GPU.
 
+Batched copies run on the GPU's copy engines: they take no multiprocessor from the engine's kernels.
+`cudaMemcpyBatchAsync` has this form since CUDA 13; the one of 12.8 has an argument more and is not
+used.
+
 Not run on a GPU yet.
 """
 
@@ -8,20 +12,38 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from kv_transfer.errors import KvTransferError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_MEMCPY_DEFAULT = 4  # the direction follows from the addresses
+_IN_STREAM_ORDER = 1  # the sources are read in the order of the stream
+_CUDA_13 = 13000
 
 
 class _IpcHandle(ctypes.Structure):
     """cudaIpcMemHandle_t, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _CopyAttributes(ctypes.Structure):
+    """cudaMemcpyAttributes. The locations are hints for managed memory: type and number."""
+
+    _fields_ = (
+        ("srcAccessOrder", ctypes.c_int),
+        ("srcLocHint", ctypes.c_int * 2),
+        ("dstLocHint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
 
 
 class CudaRuntime:
@@ -36,6 +58,25 @@ class CudaRuntime:
             ctypes.c_uint,
         )
         library.cudaIpcCloseMemHandle.argtypes = (ctypes.c_void_p,)
+        library.cudaMemcpyAsync.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        )
+        version = ctypes.c_int()
+        self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)))
+        self._has_batches = version.value >= _CUDA_13
+        if self._has_batches:
+            library.cudaMemcpyBatchAsync.argtypes = (
+                *(ctypes.c_void_p,) * 3,
+                ctypes.c_size_t,
+                ctypes.POINTER(_CopyAttributes),
+                ctypes.POINTER(ctypes.c_size_t),
+                ctypes.c_size_t,
+                ctypes.c_void_p,
+            )
         library.cudaGetErrorString.argtypes = (ctypes.c_int,)
         library.cudaGetErrorString.restype = ctypes.c_char_p
 
@@ -54,6 +95,28 @@ class CudaRuntime:
 
     def close(self, address: int) -> None:
         self._check(self._lib.cudaIpcCloseMemHandle(address))
+
+    def copy(
+        self, to: NDArray[np.uint64], source: NDArray[np.uint64], size: int, stream: int
+    ) -> None:
+        """Enqueue a copy of `size` bytes from each address of `source` to the one in `to`. They run
+        in any order. After an error some of them may have been enqueued."""
+        if not self._has_batches:
+            for pair in zip(to.tolist(), source.tolist(), strict=True):
+                self._check(self._lib.cudaMemcpyAsync(*pair, size, _MEMCPY_DEFAULT, stream))
+            return
+        sizes = np.full(len(to), size, np.uint64)
+        attributes, first = _CopyAttributes(srcAccessOrder=_IN_STREAM_ORDER), ctypes.c_size_t(0)
+        self._check(
+            self._lib.cudaMemcpyBatchAsync(
+                *(each.ctypes.data for each in (to, source, sizes)),
+                len(to),
+                ctypes.byref(attributes),
+                ctypes.byref(first),
+                1,
+                stream,
+            )
+        )
 
     def _check(self, result: int) -> None:
         if result:

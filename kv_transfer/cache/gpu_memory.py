@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,13 +30,32 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from kv_transfer.cache.host_memory import StepEnd
+    from kv_transfer.cache.cuda_runtime import CudaRuntime
+    from kv_transfer.cache.host_memory import BlockCopy, StepEnd
 
 # Lower numbers mean higher priority; torch clamps to the highest that the GPU supports.
 _HIGHEST = -100
-# They share one stream, so more of them would only take memory.
+# At most so many threads enqueue at once. What they have enqueued shares one stream, on which torch
+# uses the same staging memory again, however much is in flight.
 _copying = threading.BoundedSemaphore(DEVICE_COPIES)
+_LANES = 2  # of a row
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class _Runs(NamedTuple):
+    """Blocks that are runs of bytes: [blocks, rows, lanes], and the weights of the rows in the
+    second sum of the digest (cache/host_memory.py)."""
+
+    blocks: torch.Tensor
+    weights: torch.Tensor
+
+    def sums(self, block_ids: list[int]) -> torch.Tensor:
+        """Enqueue the digest sums [2, blocks, lanes]. Peak memory is a copy of the blocks."""
+        made = self.blocks.new_empty((2, len(block_ids), _LANES))
+        rows = self.blocks.index_select(0, _table(block_ids, made.device))
+        torch.sum(rows, 1, out=made[0])
+        torch.sum(rows.mul_(self.weights), 1, out=made[1])
+        return made
 
 
 class DeviceRegion(KvRegion):
@@ -49,8 +68,14 @@ class DeviceRegion(KvRegion):
     is_host = False
 
     def __init__(
-        self, views: Sequence[torch.Tensor], split: int = 1, heads: range | None = None
+        self,
+        views: Sequence[torch.Tensor],
+        split: int = 1,
+        heads: range | None = None,
+        cuda: CudaRuntime | None = None,
     ) -> None:
+        """`cuda`: blocks of this region are copied by the GPU's copy engines, to a region that lays
+        out a block as this one does."""
         first = views[0]
         blocks, num_heads, tokens, content = first.shape
         self.views = tuple(views)
@@ -59,6 +84,7 @@ class DeviceRegion(KvRegion):
         self._layers = _stacked([_as_words(view) for view in views])
         self._head_bytes = split * tokens * content * first.element_size()
         self._narrowed: dict[tuple[int, int], DeviceRegion] = {}
+        self._cuda = cuda
         page = len(self.heads) * self._head_bytes
         count = blocks // split
         self.geometry = KvGeometry(len(views), count, page, count * page, page)
@@ -98,10 +124,11 @@ class DeviceRegion(KvRegion):
         event.record(torch.cuda.current_stream(device))
         return event
 
+    @cached_property
     def block_layout(self) -> list[int] | None:
-        """Return the shape and strides of a block. Return None if a block is not contiguous, or if
-        the region has only some of the heads. Two caches with equal results can exchange blocks
-        without staging."""
+        """The shape and strides of a block. None if a block is not contiguous, or if the region has
+        only some of the heads. Two caches with equal layouts can exchange blocks without
+        staging."""
         stack, num_heads = self._layers[0], self.views[0].shape[1]
         block = stack[:, 0]
         span = 1 + sum((n - 1) * s for n, s in zip(block.shape, block.stride(), strict=True))
@@ -110,6 +137,26 @@ class DeviceRegion(KvRegion):
         if len(self.heads) < num_heads:
             return None
         return [self.split, block.element_size(), *block.shape, *block.stride()]
+
+    @cached_property
+    def _runs(self) -> _Runs | None:
+        """The blocks as runs of bytes, or None if they are not, or not of whole rows."""
+        stack = self._layers[0]
+        content_bytes = stack.shape[-1] * stack.element_size()
+        if self.block_layout is None or content_bytes % ROW_BYTES or stack.dtype != torch.int64:
+            return None
+        layers, _, heads, tokens, _ = stack.shape
+        rows = content_bytes // ROW_BYTES
+        count = layers * self.split * heads * tokens * rows
+        shape = (self.geometry.num_blocks, count, _LANES)
+        strides = (count * _LANES, _LANES, 1)
+        weights = torch.arange(count, 0, -1, device=stack.device)
+        logical = weights.view(layers, self.split, heads, tokens, rows)
+        # In memory, the blocks of the attention kernel come first, then these in their own order.
+        inner = sorted((0, 2, 3), key=stack.stride().__getitem__, reverse=True)
+        return _Runs(
+            torch.as_strided(stack, shape, strides), logical.permute(1, *inner, 4).reshape(-1, 1)
+        )
 
     def block_address(self, block: int) -> int:
         """Return the address of a contiguous block. Raises KvTransferError for an unknown id."""
@@ -142,10 +189,8 @@ class DeviceRegion(KvRegion):
             raise KvTransferError("a block id is outside its KV cache")
         if len(set(block_ids)) < len(block_ids):
             raise KvTransferError("a block is named twice")
-        is_cuda = staging.device.type == "cuda"
         rows = [block * self.split + n for block in block_ids for n in range(self.split)]
-        # The copy from pinned memory does not block the calling thread.
-        table = torch.tensor(rows, pin_memory=is_cuda).to(staging.device, non_blocking=True)
+        table = _table(rows, staging.device)
         size = len(block_ids) * self.geometry.block_bytes
         item = self._layers[0].element_size()
         words = staging[:size].view(self._layers[0].dtype)
@@ -163,27 +208,76 @@ class DeviceRegion(KvRegion):
         raise KvTransferError("the KV cache is in GPU memory")
 
     def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> bytes:
-        """Copy blocks from a mapped peer's cache and return the digests of the bytes read."""
+        return self.begin_copy(source, source_ids, own_ids).wait()
+
+    def begin_copy(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> BlockCopy:
+        """Enqueue a copy of blocks from a mapped peer's cache, and their digests.
+
+        Where both ends hold a block as the same run of bytes, the copy engines copy from block to
+        block, and the digests are of the blocks as they have arrived. The next copy does not wait
+        for them: they run on another stream. Else the blocks go through staging memory.
+        """
         if not isinstance(source, DeviceRegion) or len(source_ids) != len(own_ids):
             raise KvTransferError(f"cannot copy {len(source_ids)} blocks to {len(own_ids)} places")
         if source.geometry.page_bytes != self.geometry.page_bytes:
             raise KvTransferError("the pages differ in size")
+        if not (source.geometry.has_blocks(source_ids) and self.geometry.has_blocks(own_ids)):
+            raise KvTransferError("a block id is outside its KV cache")
+        layout = None if source._cuda is None else source.block_layout
         with _copying, self.side_stream():
-            staging = self._staging(len(own_ids))
-            source.gather(source_ids, staging)
-            # Compute the sums before the scatter, so that a failure leaves the blocks untouched.
-            # Copy them to the host after it, which waits: no copy still writes to the blocks when
-            # this method returns or raises.
-            sums = self._sums_of(staging)
-            self.scatter(own_ids, staging)
-            return _folded(sums)
+            try:
+                if layout is not None and layout == self.block_layout:
+                    self._copy_runs(source, source_ids, own_ids)
+                    return self._begin_digests(own_ids)
+                staging = self._staging(len(own_ids))
+                source.gather(source_ids, staging)
+                sums = self._sums_of(staging)
+                self.scatter(own_ids, staging)
+                return _DeviceCopy(sums)
+            except BaseException:
+                self._finish()  # no copy may still write to the blocks
+                raise
 
     def digests(self, block_ids: list[int]) -> bytes:
         """Return the digests of the blocks, as host_memory.py defines them."""
+        return self.begin_digests(block_ids).wait()
+
+    def begin_digests(self, block_ids: list[int]) -> BlockCopy:
+        """Enqueue what `digests` computes."""
         with _copying, self.side_stream():
-            staging = self._staging(len(block_ids))
-            self.gather(block_ids, staging)
-            return _folded(self._sums_of(staging))
+            return self._begin_digests(block_ids)
+
+    def _begin_digests(self, block_ids: list[int]) -> _DeviceCopy:
+        if self._runs is not None:
+            if not self.geometry.has_blocks(block_ids):
+                raise KvTransferError("a block id is outside its KV cache")
+            return _DeviceCopy(self._runs.sums(block_ids))
+        staging = self._staging(len(block_ids))
+        self.gather(block_ids, staging)
+        return _DeviceCopy(self._sums_of(staging))
+
+    def _copy_runs(self, source: DeviceRegion, source_ids: list[int], own_ids: list[int]) -> None:
+        """Enqueue copies from block to block. The current stream waits for them."""
+        assert source._cuda is not None, "the caller has seen it"
+        size = self.geometry.block_bytes
+        to, read = (
+            region._layers[0].data_ptr() + np.array(ids, np.uint64) * np.uint64(size)
+            for region, ids in ((self, own_ids), (source, source_ids))
+        )
+        device = self.views[0].device
+        if device.type != "cuda":
+            source._cuda.copy(to, read, size, 0)
+            return
+        copies = _copy_engines(device)
+        source._cuda.copy(to, read, size, copies.cuda_stream)
+        torch.cuda.current_stream(device).wait_stream(copies)
+
+    def _finish(self) -> None:
+        """Wait until every copy and digest that was enqueued has run."""
+        device = self.views[0].device
+        if device.type == "cuda":
+            for stream in (_copy_engines(device), _side_stream(device)):
+                stream.synchronize()
 
     def _staging(self, blocks: int) -> torch.Tensor:
         device = self.views[0].device
@@ -211,18 +305,45 @@ class DeviceRegion(KvRegion):
         return torch.cuda.stream(_side_stream(device))
 
 
+def _table(rows: list[int], device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return torch.tensor(rows)
+    # The copy from pinned memory does not block the calling thread.
+    return torch.tensor(rows, pin_memory=True).to(device, non_blocking=True)
+
+
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a stream with the highest priority. Copies are short; at the engine's priority they
     would queue behind kernels that fill the GPU."""
     return torch.cuda.Stream(device, priority=_HIGHEST)  # type: ignore[no-untyped-call]
 
 
-_side_stream = cache(copy_stream)
+_side_stream, _copy_engines = cache(copy_stream), cache(copy_stream)
 
 
-def _folded(sums: torch.Tensor) -> bytes:
-    """Wait for the current stream and return the digests."""
-    return fold_digests(*sums.cpu().numpy().view(np.uint64))
+class _DeviceCopy:
+    """The digests of blocks, on their way from the current stream to the host."""
+
+    def __init__(self, sums: torch.Tensor) -> None:
+        """`sums`: [2, blocks, lanes], in GPU memory."""
+        self._event = None
+        if sums.device.type != "cuda":
+            self._sums = sums
+            return
+        self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        self._sums.copy_(sums, non_blocking=True)
+        # `blocking=True`: a thread that waits for the event sleeps instead of spinning.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(sums.device))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> bytes:
+        if self._event is not None:
+            self._event.synchronize()
+        return fold_digests(*self._sums.numpy().view(np.uint64))
 
 
 def _as_words(view: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import fcntl
 import mmap
 import os
 import threading
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -43,6 +44,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PREFAULT_BYTES = 64 << 20  # at a time: `PeerMemory.close` waits for as much
 ROW_BYTES, _LANES = 16, 2
 DIGEST_BYTES = 8
+_MULTIPLIER, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 
 
 def prefault(address: int, size: int, *, writable: bool = True) -> None:
@@ -61,6 +63,28 @@ class StepEnd(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the GPU reaches this point."""
+
+
+class BlockCopy(Protocol):
+    """A copy of blocks into a KV cache that may still run."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def wait(self) -> bytes:
+        """Wait until the copy has ended. Return the digests of the blocks, eight bytes each. No
+        copy writes to the blocks when this returns or raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedCopy:
+    """A copy that has ended, with its digests."""
+
+    digests: bytes
+    has_ended: bool = True
+
+    def wait(self) -> bytes:
+        return self.digests
 
 
 class KvRegion:
@@ -131,6 +155,10 @@ class KvRegion:
         self._array()[:, own_ids] = read
         return _digests(read)
 
+    def begin_copy(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> BlockCopy:
+        """Start what `copy_from` does. Host memory is copied at once."""
+        return EndedCopy(self.copy_from(source, source_ids, own_ids))
+
     def digests(self, block_ids: list[int]) -> bytes:
         """Return the digests of these blocks, eight bytes each. Raises KvTransferError for an
         unknown block id."""
@@ -178,8 +206,9 @@ def fold_digests(sums: NDArray[np.uint64], running: NDArray[np.uint64]) -> bytes
     """Return the digests of blocks from their sums, both [blocks, lanes]."""
     digests = np.zeros(len(sums), np.uint64)
     for words in (*sums.T, *running.T):
-        digests = (digests ^ words) * np.uint64(0x9E3779B97F4A7C15)
-        digests ^= digests >> np.uint64(32)
+        digests ^= words
+        digests *= _MULTIPLIER
+        digests ^= digests >> _SHIFT
     return digests.tobytes()
 
 

@@ -5,8 +5,9 @@
         `-- Fail, Cancel, timeout, second mismatch, link down --> ReceiveFailed
 
 Only this worker writes into its blocks: the reader thread of a link writes a chunk between
-`begin_chunk` and `end_chunk`. If a transfer fails during such a write, the failure is reported when
-the write has ended, because the engine reuses the blocks then. Other failures are reported at once.
+`begin_chunk` and `end_chunk`. Several chunks may be in progress; they end in order. If a transfer
+fails during such a write, the failure is reported when the write has ended, because the engine
+reuses the blocks then. Other failures are reported at once.
 Later chunks of a failed transfer are discarded.
 
 If the producer has more tensor-parallel ranks than the consumer, a transfer has several parts. Each
@@ -83,13 +84,14 @@ class ReceivePart(Generic[LinkT]):
     page_parts: Sequence[PagePart]
     began_at: float
     progress_at: float
+    begun_blocks: int = 0
     received_blocks: int = 0
     received_bytes: int = 0
     receive_s: float = 0.0
     last_receive_s: float = 0.0
     digests: bytearray = field(default_factory=bytearray)  # of the received blocks
     was_nacked: bool = False
-    is_writing: bool = False
+    writing: int = 0  # chunks in progress
     is_done: bool = False
 
 
@@ -197,14 +199,13 @@ class Consumer(Generic[LinkT]):
             place, start = part.subscription.locate(chunk.first)
             block_ids = part.subscription.groups[place].block_ids[start : start + chunk.count]
         is_valid = chunk.count and len(block_ids) == chunk.count
-        if not is_valid or chunk.first > part.received_blocks:
+        if not is_valid or chunk.first > part.begun_blocks:
             end = chunk.first + chunk.count
             raise ProtocolError(
-                f"chunk of blocks {chunk.first}-{end - 1}, expected block {part.received_blocks}"
+                f"chunk of blocks {chunk.first}-{end - 1}, expected block {part.begun_blocks}"
             )
-        part.received_blocks = chunk.first
-        del part.digests[DIGEST_BYTES * chunk.first :]
-        part.is_writing = True
+        part.begun_blocks = chunk.first + chunk.count
+        part.writing += 1
         return Place(block_ids, part.page_parts[place])
 
     def end_chunk(
@@ -212,14 +213,15 @@ class Consumer(Generic[LinkT]):
     ) -> list[Send[LinkT]]:
         """Record that the chunk was written. `digests` are those of the bytes read."""
         transfer, part = self._find(link, chunk.transfer_id)
-        if transfer is None or part is None or not part.is_writing:
+        if transfer is None or part is None or not part.writing:
             return []
-        part.is_writing = False
+        part.writing -= 1
         part.progress_at = now
         part.receive_s += seconds
         part.last_receive_s = seconds
         if transfer.failure is not None:
             return self._fail(transfer, transfer.failure.reason)
+        del part.digests[DIGEST_BYTES * chunk.first :]
         part.digests += digests
         part.received_blocks = chunk.first + chunk.count
         part.received_bytes += chunk.size
@@ -230,7 +232,7 @@ class Consumer(Generic[LinkT]):
         transfer, part = self._find(link, chunk.transfer_id)
         if transfer is None or part is None:
             return []
-        part.is_writing = False
+        part.writing -= 1
         return self._fail(transfer, reason)
 
     def heartbeat(self, link: LinkT, transfer_id: str, now: float) -> None:
@@ -346,7 +348,7 @@ class Consumer(Generic[LinkT]):
             if not part.is_done and part.link is not but:
                 sends.append(Send(part.link, Cancel(transfer_id)))
             part.is_done = True
-        if not any(part.is_writing for part in transfer.parts):
+        if not any(part.writing for part in transfer.parts):
             del self._transfers[transfer_id]
             self._outcomes.append(transfer.failure)
         return sends

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_transfer.cache.geometry import PagePart
+    from kv_transfer.cache.host_memory import BlockCopy
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.protocol.producer import SendChunk
 
@@ -81,11 +82,11 @@ class ConsumerChannel(Channel):
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
-    ) -> bytes:
-        """Write the chunk into these blocks and return the digests of the received bytes. With
-        None, discard it.
+    ) -> BlockCopy:
+        """Write the chunk into these blocks, or start to. With None, discard it.
 
-        Runs on the link's reader thread. No write is in progress when it returns or raises.
+        Runs on the link's reader thread, which waits for what is returned. No write is in progress
+        if this raises.
         """
         raise NotImplementedError
 
@@ -249,6 +250,16 @@ class Link:
         self.sock.sendall(encode(message))
 
     # -- reading
+
+    @property
+    def has_input(self) -> bool:
+        """Reader thread: True if bytes of the next message are here, or the link has ended."""
+        if self._ahead:
+            return True
+        with contextlib.suppress(BlockingIOError):
+            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return True
+        return False
 
     def read(self) -> KvMessage:
         """Reader thread: return the next message."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import ProtocolError
@@ -14,12 +15,15 @@ from kv_transfer.protocol.transport import source_of, target_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from kv_transfer.cache.host_memory import BlockCopy
     from kv_transfer.protocol.driver import Driver
     from kv_transfer.protocol.link import ConsumerChannel, Link
     from kv_transfer.protocol.messages import KvMessage
     from kv_transfer.protocol.producer import Action
 
 logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 4  # chunks of a link that a GPU copies, so that it need not wait for this thread
 
 
 def start_reader(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
@@ -42,17 +46,21 @@ def start_digester(driver: Driver) -> threading.Thread:
 
 def _read(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
     writer = threading.Thread(target=_write, args=(link, driver), daemon=True, name="kv-write")
+    receiving = _Receiving(link, driver)
     try:
         driver.local.regions[0].enter_thread()
         handshake()
         link.end_handshake()
         writer.start()
         while not link.is_down:
-            _receive(link, driver, link.read())
+            if receiving.in_flight and not link.has_input:
+                receiving.finish()
+            _receive(link, driver, receiving, link.read())
     except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
         driver.fail_link(link, error)
     finally:
         driver.drop_link(link, "closed")
+        receiving.abandon()
         if writer.ident is not None:
             writer.join()
         link.release()
@@ -72,7 +80,7 @@ def _write(link: Link, driver: Driver) -> None:
         driver.fail_link(link, error)
 
 
-def _receive(link: Link, driver: Driver, message: KvMessage) -> None:
+def _receive(link: Link, driver: Driver, receiving: _Receiving, message: KvMessage) -> None:
     """Handle one message of the peer."""
     producing, consuming = link.producer, link.consumer
 
@@ -90,29 +98,75 @@ def _receive(link: Link, driver: Driver, message: KvMessage) -> None:
         assert channel is not None, "the handshake is over"
         channel.on_inner(message.body)
     elif isinstance(message, ChunkReady) and consuming is not None:
-        _receive_chunk(link, driver, consuming, message)
+        receiving.begin(consuming, message)
     else:
+        receiving.finish()  # the end of a transfer follows its chunks
         driver.drive(decide)
 
 
-def _receive_chunk(link: Link, driver: Driver, channel: ConsumerChannel, chunk: ChunkReady) -> None:
-    """Write a chunk into its blocks, or discard it."""
-    with driver.lock:
-        place = driver.consumer.begin_chunk(link, chunk)
-    if place is None:
-        channel.receive(chunk, None, None)
-        return
-    begun = time.monotonic()
-    try:
-        region = target_of(driver.local.regions, place.part)
-        if chunk.size != region.size_bytes(chunk.count):
-            raise ProtocolError(f"{chunk.count} blocks are not {chunk.size} bytes")
-        digests = channel.receive(chunk, place.block_ids, place.part)
-    except BaseException as error:
-        reason = str(error)
-        driver.drive(lambda _: driver.consumer.abort_chunk(link, chunk, reason))
-        raise
-    driver.drive(lambda now: driver.consumer.end_chunk(link, chunk, now, now - begun, digests))
+class _Receiving:
+    """The chunks of a link that are being written, oldest first. Used by its reader thread."""
+
+    def __init__(self, link: Link, driver: Driver) -> None:
+        self._link, self._driver = link, driver
+        self._chunks: deque[tuple[ChunkReady, float, BlockCopy]] = deque()
+        self._ended_at = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._chunks)
+
+    def begin(self, channel: ConsumerChannel, chunk: ChunkReady) -> None:
+        """Write a chunk into its blocks, or discard it. A GPU may still copy when this returns."""
+        driver = self._driver
+        with driver.lock:
+            place = driver.consumer.begin_chunk(self._link, chunk)
+        if place is None:
+            channel.receive(chunk, None, None)
+            return
+        begun = time.monotonic()
+        try:
+            region = target_of(driver.local.regions, place.part)
+            if chunk.size != region.size_bytes(chunk.count):
+                raise ProtocolError(f"{chunk.count} blocks are not {chunk.size} bytes")
+            copy = channel.receive(chunk, place.block_ids, place.part)
+        except BaseException as error:
+            self._abort(chunk, str(error))
+            raise
+        self._chunks.append((chunk, begun, copy))
+        while self._chunks and (len(self._chunks) > MAX_IN_FLIGHT or self._chunks[0][2].has_ended):
+            self._finish_one()
+
+    def finish(self) -> None:
+        """Wait until every chunk is written."""
+        while self._chunks:
+            self._finish_one()
+
+    def abandon(self) -> None:
+        """Wait until no chunk is being written any more, after an error."""
+        while self._chunks:
+            try:
+                self._finish_one()
+            except Exception:
+                logger.exception("a copy of KV failed")
+
+    def _finish_one(self) -> None:
+        chunk, begun, copy = self._chunks.popleft()
+        try:
+            digests = copy.wait()
+        except BaseException as error:
+            self._abort(chunk, str(error))
+            raise
+        begun = max(begun, self._ended_at)  # the time of overlapping copies is counted once
+
+        def end(now: float) -> Iterable[Action[Link]]:
+            self._ended_at = now
+            return self._driver.consumer.end_chunk(self._link, chunk, now, now - begun, digests)
+
+        self._driver.drive(end)
+
+    def _abort(self, chunk: ChunkReady, reason: str) -> None:
+        self._driver.drive(lambda _: self._driver.consumer.abort_chunk(self._link, chunk, reason))
 
 
 def _digest(driver: Driver) -> None:

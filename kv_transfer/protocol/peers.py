@@ -154,3 +154,4 @@ def _warm_up(local: LocalKv, chunk_blocks: Sequence[int]) -> None:
         for count in () if region.is_host else (1, blocks):
             ids = list(range(min(count, region.geometry.num_blocks)))
             region.copy_from(region, ids, ids)
+            region.digests(ids)

@@ -113,7 +113,7 @@ class CudaIpcTransport(Transport):
         try:
             storages = [peer.map(each, device) for each in offer["handles"]]
             peer.regions = regions = [
-                _mapped(group, storages, region.views[0].dtype)
+                _mapped(group, storages, region.views[0].dtype, self._cuda)
                 for group, region in zip(offer["groups"], own, strict=True)
             ]
             shapes = [[(len(x.views), x.split) for x in side] for side in (regions, own)]
@@ -137,7 +137,10 @@ class CudaIpcTransport(Transport):
 
 
 def _mapped(
-    group: dict[str, Any], storages: list[torch.UntypedStorage], dtype: torch.dtype
+    group: dict[str, Any],
+    storages: list[torch.UntypedStorage],
+    dtype: torch.dtype,
+    cuda: CudaRuntime,
 ) -> DeviceRegion:
     """Return the region of a group of the producer's cache from its offer."""
     shape, stride = tuple(group["shape"]), tuple(group["stride"])
@@ -147,4 +150,4 @@ def _mapped(
         )
         for index, offset in group["views"]
     ]
-    return DeviceRegion(views, int(group["split"]))
+    return DeviceRegion(views, int(group["split"]), cuda=cuda)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from kv_transfer.cache.geometry import KvGeometry
-from kv_transfer.cache.host_memory import PeerMemory
+from kv_transfer.cache.host_memory import EndedCopy, PeerMemory
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.protocol.transport import Transport, TransportUnavailable, source_of, target_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_transfer.cache.geometry import PagePart
-    from kv_transfer.cache.host_memory import KvRegion
+    from kv_transfer.cache.host_memory import BlockCopy, KvRegion
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.protocol.transport import LocalKv
@@ -61,13 +61,13 @@ class MappedConsumer(ConsumerChannel):
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
-    ) -> bytes:
+    ) -> BlockCopy:
         if block_ids is None or part is None:
-            return b""
+            return EndedCopy(b"")
         if len(chunk.block_ids) != len(block_ids):
             raise ProtocolError("a chunk of mapped memory without its blocks")
         peer = source_of(self._peer.regions, part)
-        return target_of(self._local.regions, part).copy_from(peer, chunk.block_ids, block_ids)
+        return target_of(self._local.regions, part).begin_copy(peer, chunk.block_ids, block_ids)
 
     def close(self) -> None:
         self._peer.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.protocol.messages import encode
 from kv_transfer.protocol.transport import Transport, source_of, target_of
 
 if TYPE_CHECKING:
     from kv_transfer.cache.geometry import PagePart
+    from kv_transfer.cache.host_memory import BlockCopy
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.protocol.transport import LocalKv
@@ -39,16 +41,16 @@ class TcpConsumer(ConsumerChannel):
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
-    ) -> bytes:
+    ) -> BlockCopy:
         if block_ids is None or part is None:
             rest, scratch = chunk.size, memoryview(bytearray(min(chunk.size, _DISCARD_BYTES)))
             while rest:
                 self._link.fill([scratch[:rest]])
                 rest -= len(scratch[:rest])
-            return b""
+            return EndedCopy(b"")
         region = target_of(self._regions, part)
         self._link.fill(region.pages(block_ids))
-        return region.digests(block_ids)
+        return EndedCopy(region.digests(block_ids))
 
 
 class TcpTransport(Transport):

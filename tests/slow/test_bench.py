@@ -147,6 +147,7 @@ def test_a_variant_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
             ("--engine", "fake", "--requests", "8", "--rate", "20"),
             {"ttft p50, ms", "ttft p99, ms", "failed", "lines/s"},
         ),
+        ("gpu_link", (), {"way", "host_us_a_chunk", "computed_gb_per_s"}),
         (
             "unloaded",
             ("--engine", "fake", "--lengths", "64", "--tokens", "8"),

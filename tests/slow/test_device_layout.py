@@ -48,7 +48,7 @@ def test_a_block_leaves_in_one_form_from_every_layout(
             view[:, head, :, :] = (tokens * 8 + layer * 2 + head)[:, :, None].to(view.dtype)
     region = device_region(views, BLOCKS)
     assert region.geometry.block_bytes == page * LAYERS
-    assert (region.block_layout() is not None) == layout.is_block_outermost
+    assert (region.block_layout is not None) == layout.is_block_outermost
     if layout.is_block_outermost:
         block = ctypes.string_at(region.block_address(3), page * LAYERS)
         assert block == raw[3 * page * LAYERS : 4 * page * LAYERS].numpy().tobytes()

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,10 +30,14 @@ from tests.support.fake_nccl import FakeLink
 from tests.support.gpu_caches import BLOCKS, on_gpu, random_cache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kv_transfer.cache.gpu_memory import DeviceRegion
 
 LAYERS = 32
 FROM = [(7 * n + 3) % BLOCKS for n in range(40)]
+# What writes to the consumer's blocks: through staging, and from block to block.
+WRITERS = ("scatter", "_copy_runs")
 TO = [(11 * n + 5) % BLOCKS for n in range(40)]
 
 
@@ -78,6 +83,11 @@ def producer(name: str, port: int) -> None:
         threading.Event().wait(0.1)
 
 
+def kill_then(pid: int, write: Callable[..., None], *args: Any) -> None:
+    os.kill(pid, signal.SIGKILL)
+    write(*args)
+
+
 def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool) -> None:
     """Start a producer and receive from it, or kill it in the middle of a chunk."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -89,25 +99,19 @@ def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool
             end, details = made_transport.consumer(local, heard(link), link)
             say(link, details)
             if kills:
-                scatter = region.scatter
-
-                def kill_then_scatter(ids: list[int], staging: torch.Tensor) -> None:
-                    os.kill(child.pid, signal.SIGKILL)
-                    scatter(ids, staging)
-
-                region.scatter = kill_then_scatter  # type: ignore[method-assign, assignment]
+                for hooked in WRITERS:
+                    setattr(region, hooked, partial(kill_then, child.pid, getattr(region, hooked)))
             if name == "nccl":
                 end.on_inner(link.read().body)
             for _ in range(2):
-                digests = end.receive(
-                    link.read(), TO, PagePart(0, 0, 0, region.geometry.page_bytes)
-                )
-                assert digests == link.read().digests
+                copy = end.receive(link.read(), TO, PagePart(0, 0, 0, region.geometry.page_bytes))
+                assert copy.wait() == link.read().digests
             assert not kills, "a producer that was killed sent a whole chunk"
         except (KvTransferError, OSError):
             if not kills:
                 raise
-            del region.scatter
+            for hooked in WRITERS:
+                delattr(region, hooked)
         finally:
             child.kill()
             child.wait(30)

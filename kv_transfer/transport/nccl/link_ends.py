@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.protocol.messages import Inner, KvMessage, decode, pack
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.cache.geometry import PagePart
     from kv_transfer.cache.gpu_memory import DeviceRegion
+    from kv_transfer.cache.host_memory import BlockCopy
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.transport.nccl.binding import Nccl
@@ -181,7 +183,7 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
-    ) -> bytes:
+    ) -> BlockCopy:
         region = None
         if part is not None:
             region = self._regions[part.group].narrowed(part.target_start, part.size)
@@ -199,7 +201,9 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
                     raise ProtocolError(f"cannot receive {offer}")
                 if self._take(offer, block_bytes, region, ids):
                     done += count
-        return b"" if block_ids is None or region is None else region.digests(block_ids)
+        if block_ids is None or region is None:
+            return EndedCopy(b"")
+        return region.begin_digests(block_ids)
 
     def on_inner(self, body: bytes) -> None:
         """Handle a message of the producer outside of a chunk, on the link's reader thread."""

@@ -85,7 +85,7 @@ class NcclTransport(Transport):
             "version": self._version,
             "gpu": self._gpu.uuid,
             "slot_bytes": staging.slot_bytes,
-            "blocks": [region.block_layout() for region in _regions_of(local)],
+            "blocks": [region.block_layout for region in _regions_of(local)],
         }
 
     def consumer(
@@ -112,7 +112,7 @@ class NcclTransport(Transport):
             raise TransportUnavailable("the offer is not of this model's KV cache")
         direct = [
             layout is not None
-            and layout == region.block_layout()
+            and layout == region.block_layout
             and region.geometry.block_bytes >= self._limits.min_direct_bytes
             for region, layout in zip(regions, theirs, strict=True)
         ]

@@ -11,6 +11,7 @@ import torch
 from kv_transfer.cache.cuda_runtime import CudaRuntime
 from kv_transfer.cache.geometry import PagePart
 from kv_transfer.cache.gpu_memory import device_region
+from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.messages import ChunkReady
 from kv_transfer.protocol.transport import LocalKv, TransportUnavailable
 from kv_transfer.transport.cuda_ipc import CudaIpcTransport
@@ -29,10 +30,12 @@ class Link:
 
 
 class FakeCuda:
-    """libcudart, with addresses in place of handles."""
+    """libcudart, with addresses in place of handles and copies in host memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: int = 13000) -> None:
         self.exported, self.mapped, self.errors_cleared = 0, 0, 0
+        self.copies: list[int] = []  # the number of runs in each call
+        self.copy_error = 0
 
         # ctypes sets attributes of a library's functions; methods have none.
         def get_handle(handle: Any, address: int) -> int:
@@ -53,6 +56,30 @@ class FakeCuda:
             self.errors_cleared += 1
             return 0
 
+        def runtime_version(out: Any) -> int:
+            out._obj.value = version
+            return 0
+
+        def memcpy(to: int, source: int, size: int, kind: int, stream: int) -> int:
+            assert kind == 4  # cudaMemcpyDefault
+            ctypes.memmove(to, source, size)
+            self.copies.append(1)
+            return self.copy_error
+
+        def memcpy_batch(*args: Any) -> int:
+            to, source, sizes, count, attributes, first, kinds, _ = args
+            assert (attributes._obj.srcAccessOrder, first._obj.value, kinds) == (1, 0, 1)
+            assert ctypes.sizeof(attributes._obj) == 24  # driver_types.h
+            words = [(ctypes.c_uint64 * count).from_address(x) for x in (to, source, sizes)]
+            for each in zip(*words, strict=True):
+                ctypes.memmove(*each)
+            self.copies.append(count)
+            return self.copy_error
+
+        self.cudaRuntimeGetVersion = runtime_version
+        self.cudaMemcpyAsync = memcpy
+        if version >= 13000:
+            self.cudaMemcpyBatchAsync = memcpy_batch
         self.cudaIpcGetMemHandle = get_handle
         self.cudaIpcOpenMemHandle = open_handle
         self.cudaIpcCloseMemHandle = close_handle
@@ -102,11 +129,46 @@ def test_the_consumer_copies_announced_blocks_from_the_producers_cache(
     producer.send(ChunkReady("t", 0, 2, size), [4, 2], whole)
     want = target.clone()
     want[:, [0, 5]] = source[:, [4, 2]]
-    assert consumer.receive(link.written[0], [0, 5], whole) == digest
+    assert consumer.receive(link.written[0], [0, 5], whole).wait() == digest
+    assert not cuda.copies  # a block is not one run of bytes
     assert torch.equal(target, want)
     assert cuda.mapped == (LAYERS if is_apart else 1)
     consumer.close()
     assert cuda.mapped == 0
+
+
+def blocks_first(seed: int, order: tuple[int, ...] = (0, 1, 2, 3, 4)) -> torch.Tensor:
+    """Return a cache [layers, blocks, heads, tokens, content] whose blocks are runs of bytes, with
+    the dimensions of a block in `order`."""
+    physical = cache(seed).permute(1, *(n for n in order if n != 1)).contiguous()
+    back = [1, *(n for n in order if n != 1)]
+    return physical.permute([back.index(n) for n in range(5)])
+
+
+@pytest.mark.parametrize(("version", "calls"), [(13000, [2]), (12080, [1, 1])])
+def test_blocks_that_are_one_run_of_bytes_at_both_ends_are_copied_by_copy_engines(
+    version: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(version)
+    transport = CudaIpcTransport(CudaRuntime(cuda))
+    source, target, other = blocks_first(1), blocks_first(2), blocks_first(3, (0, 1, 3, 2, 4))
+    allocate(monkeypatch, source)
+    offer = transport.offer(LocalKv((device_region(list(source), BLOCKS),), None))
+    assert offer is not None
+    region = device_region(list(source), BLOCKS)
+    whole = PagePart(0, 0, 0, region.geometry.page_bytes)
+    chunk = ChunkReady("t", 0, 2, region.size_bytes(2), [4, 2])
+    for ours in (target, other):
+        local, want = LocalKv((device_region(list(ours), BLOCKS),), None), ours.clone()
+        consumer, _ = transport.consumer(local, offer, Link())  # type: ignore[arg-type]
+        want[:, [0, 5]] = source[:, [4, 2]]
+        assert consumer.receive(chunk, [0, 5], whole).wait() == region.digests([4, 2])
+        assert torch.equal(ours, want)
+        assert cuda.copies == calls  # `other` is laid out differently, and is not copied as bytes
+    cuda.copy_error = 700
+    consumer, _ = transport.consumer(LocalKv((region,), None), offer, Link())  # type: ignore[arg-type]
+    with pytest.raises(KvTransferError, match="CUDA"):
+        consumer.receive(chunk, [0, 5], whole)
 
 
 def test_memory_that_cannot_be_mapped_goes_over_the_next_transport(

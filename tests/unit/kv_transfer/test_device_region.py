@@ -26,16 +26,18 @@ SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "apart"]
 
 
-def caches(layout: str, seed: int = 0) -> list[torch.Tensor]:
+def caches(layout: str, seed: int = 0, content: int = CONTENT) -> list[torch.Tensor]:
     """Return a view [blocks, heads, tokens, content] a layer; "apart" is one allocation a layer."""
     dice = torch.Generator().manual_seed(seed)
-    shape = [SIZES[name] for name in "LBHNC"]
-    content = torch.randint(0, 2**15, shape, dtype=torch.int16, generator=dice)
+    sizes = SIZES | {"C": content}
+    values = torch.randint(
+        0, 2**15, [sizes[name] for name in "LBHNC"], dtype=torch.int16, generator=dice
+    )
     if layout == "apart":
-        return [layer.clone() for layer in content]
-    memory = torch.empty([SIZES[name] for name in layout], dtype=torch.int16)
+        return [layer.clone() for layer in values]
+    memory = torch.empty([sizes[name] for name in layout], dtype=torch.int16)
     views = memory.permute([layout.index(name) for name in "LBHNC"])
-    views.copy_(content)
+    views.copy_(values)
     return list(views)
 
 
@@ -84,6 +86,16 @@ def test_the_digest_is_that_of_the_same_pages_in_host_memory(content: int) -> No
     assert own.digests([0, 5]) == host.digests([4, 1])
     with pytest.raises(KvTransferError):
         own.copy_from(apart, [4, 1], [0])
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_digests_do_not_depend_on_the_physical_layout(layout: str, split: int) -> None:
+    """Where blocks are runs of bytes, rows are summed in the order in which they lie in memory."""
+    regions = [
+        device_region(caches(each, content=16), BLOCKS // split) for each in (layout, "apart")
+    ]
+    assert regions[0].digests([2, 0]) == regions[1].digests([2, 0]) != regions[0].digests([0, 2])
 
 
 def test_some_heads_of_each_block_pass_alone() -> None:
@@ -141,12 +153,12 @@ def test_copies_of_many_links_take_the_memory_of_two(monkeypatch: pytest.MonkeyP
     """A worker's KV cache is smaller by as much (`ConnectorConfig.device_bytes`)."""
     began, go = threading.Semaphore(0), threading.Event()
 
-    def folded(sums: torch.Tensor) -> bytes:
+    def sums_of(region: DeviceRegion, staging: torch.Tensor) -> torch.Tensor:
         began.release()
         assert go.wait(WAIT_S)
-        return b""
+        return torch.zeros(2, 1, 2, dtype=torch.int64)
 
-    monkeypatch.setattr(gpu_memory, "_folded", folded)
+    monkeypatch.setattr(DeviceRegion, "_sums_of", sums_of)
     region = device_region(caches("LBHNC"), BLOCKS)
     with ThreadPoolExecutor(2 * DEVICE_COPIES) as links:
         for _ in range(DEVICE_COPIES):

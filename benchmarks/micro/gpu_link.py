@@ -1,0 +1,125 @@
+"""What a link between two GPUs would be filled to: computed, from this CPU's cost of a chunk.
+
+No GPU is used. The host's work of a chunk is measured with the code that drives GPUs, over a small
+KV cache in host memory and a CUDA runtime that does nothing. "staging" is the way of two caches
+that lay out a block differently: the reader thread waits for each chunk. "runs" is that of equal
+layouts: the copy engines copy from block to block, and several chunks are in flight.
+
+The rest is assumed: kernels start in 2.5 us, GPU memory moves 2.5 TB/s, and a wait that wakes a
+thread costs 30 us. A link is filled to what the slowest of host, link and GPU memory leaves of it;
+with staging, their times add up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from benchmarks.stats import alternate, compare
+from kv_transfer.cache.cuda_runtime import CudaRuntime
+from kv_transfer.cache.gpu_memory import DeviceRegion
+
+if TYPE_CHECKING:
+    import argparse
+
+    from benchmarks.progress import Progress
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 4, 64, 2, 4, 16
+REPEATS: Final = 300  # of which a round is the median
+LAUNCH_S, WAKE_S, MEMORY_BYTES_PER_S = 2.5e-6, 30e-6, 2.5e12
+
+
+class _Way(NamedTuple):
+    """`launches`: GPU operations of a chunk. `passes`: how often GPU memory of the consumer is read
+    or written for each byte, digests included (cache/gpu_memory.py)."""
+
+    launches: int
+    passes: int
+    waits: bool
+
+
+WAYS: Final = {"staging": _Way(10, 7, waits=True), "runs": _Way(7, 7, waits=False)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--links", default="450,300,50", metavar="GB/S,...", help="speeds of links")
+    parser.add_argument("--chunk-mib", type=int, default=16, help="size of a chunk (16)")
+    parser.add_argument("--blocks", type=int, default=12, help="in a chunk (12)")
+
+
+async def run(
+    args: argparse.Namespace, progress: Progress
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return rows and notes."""
+    torch.set_num_threads(1)  # operations this small take longer on several
+    own = DeviceRegion(_views())
+    sources = {
+        "staging": DeviceRegion(_views()),
+        "runs": DeviceRegion(_views(), cuda=CudaRuntime(_Nothing())),
+    }
+    read, written = list(range(args.blocks)), list(range(BLOCKS - args.blocks, BLOCKS))
+
+    async def measure(way: str, number: int) -> float:
+        progress.step(f"round {number}, {way}")
+        times = []
+        for _ in range(REPEATS):
+            begun = time.perf_counter()
+            own.begin_copy(sources[way], read, written).wait()
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times)
+
+    seconds = [x async for x in alternate(list(WAYS), args.rounds, measure)]
+    rows = []
+    size = args.chunk_mib << 20
+    for name, (host_s, ratio) in compare(seconds, "staging").items():
+        for link in map(float, args.links.split(",")):
+            speed = computed_gb_per_s(WAYS[name], host_s, size, link)
+            rows.append(
+                {
+                    "way": name,
+                    "host_us_a_chunk": host_s * 1e6,
+                    "host_ratio_to_staging": ratio or 1.0,
+                    "link_gb_per_s": link,
+                    "computed_gb_per_s": speed,
+                    "computed_share": speed / link,
+                }
+            )
+    return rows, ["computed, not measured on a GPU; only the host's time is measured, on this CPU"]
+
+
+def computed_gb_per_s(way: _Way, host_s: float, size: int, link_gb_per_s: float) -> float:
+    """Return the speed of chunks of `size` bytes over a link, by this module's assumptions."""
+    link_s = size / (link_gb_per_s * 1e9)
+    memory_s = way.passes * size / MEMORY_BYTES_PER_S + way.launches * LAUNCH_S
+    taken = host_s + WAKE_S + link_s + memory_s if way.waits else max(host_s, link_s, memory_s)
+    return size / taken / 1e9
+
+
+def _views() -> list[torch.Tensor]:
+    """Return a cache whose blocks are runs of bytes, small enough that its copies take no time."""
+    return list(
+        torch.zeros((BLOCKS, LAYERS, HEADS, TOKENS, CONTENT), dtype=torch.int16).transpose(0, 1)
+    )
+
+
+class _Call:
+    """A function of a library that returns at once."""
+
+    def __call__(self, *_: object) -> int:
+        return 0
+
+
+class _Nothing:
+    """A CUDA runtime of version 13 that does nothing."""
+
+    def __getattr__(self, name: str) -> _Call:
+        return _Call()
+
+    @staticmethod
+    def cudaRuntimeGetVersion(out: Any) -> int:  # noqa: N802 - CUDA's name
+        ctypes.cast(out, ctypes.POINTER(ctypes.c_int))[0] = 13000
+        return 0

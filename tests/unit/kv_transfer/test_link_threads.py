@@ -1,0 +1,126 @@
+"""Chunks of a link that a GPU still copies while the reader thread goes on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kv_transfer.cache.geometry import KvGeometry, PagePart
+from kv_transfer.cache.host_memory import DIGEST_BYTES
+from kv_transfer.errors import KvTransferError
+from kv_transfer.protocol.consumer import Consumer, Received, ReceiveFailed
+from kv_transfer.protocol.link_threads import MAX_IN_FLIGHT, _Receiving
+from kv_transfer.protocol.messages import ChunkReady, GroupBlocks, Subscribe, TransferDone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+PAGE, BLOCKS = 64, 8
+
+
+@dataclass
+class Copy:
+    """A copy that ends when it is waited for, or when `has_ended` is set."""
+
+    digests: bytes
+    waits: list[int]
+    number: int
+    error: Exception | None = None
+    has_ended: bool = False
+
+    def wait(self) -> bytes:
+        self.waits.append(self.number)
+        if self.error is not None:
+            raise self.error
+        return self.digests
+
+
+@dataclass
+class Channel:
+    copies: list[Copy] = field(default_factory=list)
+    waits: list[int] = field(default_factory=list)
+
+    def receive(self, chunk: ChunkReady, block_ids: Any, part: Any) -> Copy:
+        digest = bytes([chunk.first]) * DIGEST_BYTES * chunk.count
+        self.copies.append(Copy(digest, self.waits, len(self.copies)))
+        return self.copies[-1]
+
+
+class Driver:
+    """What `_Receiving` uses of a driver: the consumer under its lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.local: Any = self
+        self.regions = [self]
+        self.geometry = KvGeometry(1, BLOCKS, PAGE, BLOCKS * PAGE, PAGE)
+        self.consumer: Consumer[str] = Consumer(10.0)
+
+    def narrowed(self, start: int, size: int) -> Driver:
+        return self
+
+    def size_bytes(self, blocks: int) -> int:
+        return PAGE * blocks
+
+    def drive(self, decide: Callable[[float], Iterable[Any]]) -> None:
+        decide(0.0)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    made = Driver()
+    blocks = GroupBlocks(0, 0, list(range(BLOCKS)), [0, 1, 0])
+    subscription = Subscribe("t", BLOCKS, [blocks], 1)
+    made.consumer.subscribe("r", [("link", subscription, [PagePart(0, 0, 0, PAGE)])], 0.0)
+    return made
+
+
+def begin(receiving: _Receiving, channel: Channel, *firsts: int) -> None:
+    for first in firsts:
+        receiving.begin(channel, ChunkReady("t", first, 1, PAGE))  # type: ignore[arg-type]
+
+
+def test_chunks_are_in_flight_together_and_end_in_order(driver: Driver) -> None:
+    receiving, channel = _Receiving("link", driver), Channel()  # type: ignore[arg-type]
+    begin(receiving, channel, *range(MAX_IN_FLIGHT))
+    assert channel.waits == []
+    begin(receiving, channel, MAX_IN_FLIGHT)
+    assert channel.waits == [0]
+    channel.copies[1].has_ended = channel.copies[2].has_ended = True
+    begin(receiving, channel, MAX_IN_FLIGHT + 1)
+    assert channel.waits == [0, 1, 2]
+    begin(receiving, channel, *range(MAX_IN_FLIGHT + 2, BLOCKS))
+    receiving.finish()
+    assert channel.waits == list(range(BLOCKS))
+    digests = b"".join(bytes([n]) * DIGEST_BYTES for n in range(BLOCKS))
+    done = TransferDone("t", [1], digests, 0.0, 0.0)
+    driver.consumer.done("link", done, "cuda_ipc", is_pull=True)
+    (outcome,) = driver.consumer.take_outcomes()
+    assert isinstance(outcome, Received)
+    assert outcome.report.blocks == BLOCKS
+
+
+def test_a_chunk_that_is_sent_again_replaces_the_one_in_flight(driver: Driver) -> None:
+    """After a preemption, the producer begins again at an earlier block."""
+    receiving, channel = _Receiving("link", driver), Channel()  # type: ignore[arg-type]
+    begin(receiving, channel, 0, 1, 0)
+    channel.copies[0].digests = b"x" * DIGEST_BYTES
+    receiving.finish()
+    ((_, part),) = driver.consumer
+    assert (part.received_blocks, part.digests) == (1, bytes(DIGEST_BYTES))
+
+
+def test_blocks_are_given_back_only_when_no_copy_writes_to_them(driver: Driver) -> None:
+    receiving, channel = _Receiving("link", driver), Channel()  # type: ignore[arg-type]
+    begin(receiving, channel, 0, 1, 2)
+    driver.consumer.link_down("link", "the producer is gone")
+    assert not driver.consumer.has_outcomes
+    channel.copies[1].error = KvTransferError("CUDA: the peer's memory is gone")
+    receiving.abandon()
+    assert channel.waits == [0, 1, 2]
+    (outcome,) = driver.consumer.take_outcomes()
+    assert isinstance(outcome, ReceiveFailed)
+    assert outcome.reason == "the producer is gone"
