@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Estimate for English text in JSON.
 BYTES_PER_TOKEN = 4
+# An image of so many bytes is about one token of a prompt: a photograph of 1 MiB, about 1,000.
+IMAGE_BYTES_PER_TOKEN = 1024
 BURST_S = 60.0  # a bucket holds as much as its rate yields in this time
 
 
@@ -169,13 +171,15 @@ class Door:
         # Without tenants nobody has a rate, and every request would pay for looking.
         self._charges = bool(tenants.names())
 
-    def charge(self, tenant: str, size: int, requests: int = 0) -> AbstractContextManager[object]:
-        """Charge a body of `size` bytes. `requests` is 1 for a body that admission does not count.
-        Raises Overloaded if a rate of the tenant is used up. The context that is returned gives
-        the tokens back if it ends without an error."""
+    def charge(
+        self, tenant: str, size: int, requests: int = 0, *, images: int = 0
+    ) -> AbstractContextManager[object]:
+        """Charge a body of `size` bytes, of which `images` are of images. `requests` is 1 for a
+        body that admission does not count. Raises Overloaded if a rate of the tenant is used up.
+        The context that is returned gives the tokens back if it ends without an error."""
         if not self._charges:
             return _FREE
-        tokens = size // BYTES_PER_TOKEN
+        tokens = (size - images) // BYTES_PER_TOKEN + images // IMAGE_BYTES_PER_TOKEN
         try:
             self._tenants[tenant].charge(tokens, self._now(), requests)
         except Overloaded as error:

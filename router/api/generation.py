@@ -22,6 +22,7 @@ from router.api.handling import (
     read_body,
     request_id_of,
 )
+from router.api.images import image_bytes
 from router.api.preprocess import check_request_id, new_request_id
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from router.api.preprocess import ParsedRequest, Preprocessor
     from router.api.stored_responses import ResponseApi
     from router.request.answer import Generates, Out
+
+# Bytes of a body. The images in a smaller one are charged as text, which is little.
+_MAY_HAVE_IMAGES = 4096
 
 
 class ReadBody(NamedTuple):
@@ -154,7 +158,9 @@ class GenerationApi:
     async def _read(self, kind: type[GenerateBody], data: bytes, tenant: str) -> ReadBody:
         """Charge the tenant for a body and read it; a large one in the process for large bodies.
         Raises Overloaded, and InvalidRequest naming the field."""
-        charge, most = self._door.charge(tenant, len(data)), self._large.larger_than
+        images = image_bytes(data) if len(data) > _MAY_HAVE_IMAGES else 0
+        charge = self._door.charge(tenant, len(data), images=images)
+        most = self._large.larger_than
         if len(data) <= most:
             body = read(kind, data)
             if not isinstance(body, ResponsesRequest) or body.previous_response_id is None:

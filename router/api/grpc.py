@@ -87,7 +87,8 @@ class GenerationService(GenerationServicer):
                 if adapter is None or request.model not in ("", adapter.model):
                     text = f"adapter {name!r} of model {request.model!r} is not served"
                     raise ModelNotFound(text, field="adapter")
-            with self._door.charge(tenant, request.ByteSize()):
+            size, images = request.ByteSize(), _image_bytes(request)
+            with self._door.charge(tenant, size, images=images):
                 made = await self._preprocessor.prepare(
                     await self._read(request, timeout_s=context.time_remaining()),
                     tenant=tenant,
@@ -187,6 +188,12 @@ async def _abort(context: Context, error: PdserveError) -> None:
             await rpc.abort(context, error)
     except TimeoutError:
         logger.info("Generate: the client does not read its status")
+
+
+def _image_bytes(request: g.GenerateRequest) -> int:
+    """Return how many bytes of a request are images."""
+    parts = [part for x in request.messages.messages for part in x.parts]
+    return sum([len(x.image.data) + len(x.image.url) for x in parts if x.HasField("image")])
 
 
 def _metadata(context: Context, name: str) -> str | None:

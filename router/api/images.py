@@ -33,6 +33,10 @@ Address = Annotated[
     ),
 ]
 MAX_URL_CHARS = 4096
+# More images than any model takes; they bound the search for the images of a body.
+_MOST_COUNTED = 64
+# Before the data of an image in Messages' blocks, after "base64".
+_BLOCK = re.compile(rb'"[^{}"]*"media_type"\s*:\s*"[\w/.+-]*"\s*,\s*"data"\s*:\s*"', re.ASCII)
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.=+-]+)*?(;base64)?,", re.ASCII)
 
 
@@ -78,6 +82,28 @@ def _image(source: bytes | str, detail: str | None, field: str) -> MessageImage:
         text = f"the detail of '{field}' must be one of {', '.join(DETAILS)}"
         raise InvalidRequest(text, field=field)
     return MessageImage(source, detail or "auto", field)
+
+
+def image_bytes(body: bytes) -> int:
+    """Return about how many bytes of a JSON body are images in base64, without reading the body. A
+    text can look like an image; only its charge before it is read is lower then."""
+    found = end = 0
+    for _ in range(_MOST_COUNTED):
+        at = body.find(b"base64", end)
+        if at < 0:
+            break
+        start = at + len(b"base64,")
+        if body[start - 1 : start] != b",":
+            block = _BLOCK.match(body, start - 1, start + 256)
+            if block is None:
+                end = start
+                continue
+            start = block.end()
+        end = body.find(b'"', start)
+        if end < 0:
+            break
+        found += end - start
+    return found
 
 
 def image_prompt(

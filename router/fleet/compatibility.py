@@ -18,7 +18,14 @@ logger = logging.getLogger(__name__)
 
 # Fields that must be equal for all workers of a model: the router has one description of a model,
 # and an answer may move between its workers.
-SAME_OF_A_MODEL = ("vocab_size", "max_model_len", "aliases", "sampling_defaults", "tokenizer")
+SAME_OF_A_MODEL = (
+    "vocab_size",
+    "max_model_len",
+    "aliases",
+    "sampling_defaults",
+    "tokenizer",
+    "modalities",
+)
 
 
 def check_compatible(info: WorkerInfo, registered: Iterable[WorkerInfo]) -> None:

@@ -205,6 +205,11 @@ def test_a_worker_that_leaves_because_it_failed_is_lost_with_its_reason(fleet: F
             "model demo has max_model_len 9, but 4096 on worker p",
         ),
         (
+            worker_info("x", DECODE, model=replace(MODEL, modalities={"image": 2})),
+            "worker.model.modalities",
+            "model demo has modalities {'image': 2}, but {} on worker p",
+        ),
+        (
             worker_info("x", DECODE, model=replace(MODEL, name="other", aliases=("demo",))),
             "worker.model.aliases",
             r"\['demo'\] is a name of model demo on worker p",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +13,11 @@ from pdserve.security.keys import hash_key
 from router.admission import Tenants
 from router.api import generation
 from router.api.auth import Keys
-from tests.support.router_apis import COMPLETIONS, completion
+from tests.support.images import png
+from tests.support.router_apis import CHAT, COMPLETIONS, MODEL, completion
 
 if TYPE_CHECKING:
-    from tests.support.router_apis import RouterApis
+    from tests.support.router_apis import RouterApis, ScriptedGenerator
 
 KEY = "pds-" + "k" * 43
 CONFIG = TenantConfig(
@@ -50,6 +53,19 @@ async def test_a_request_for_an_answer_is_charged_by_admission_alone(apis: Route
     body = completion(user="u" * 3000)
     for _ in range(5):
         assert await ask(apis, COMPLETIONS, body) == (200, "")
+
+
+async def test_the_bytes_of_an_image_are_not_charged_as_text(
+    apis: RouterApis, generator: ScriptedGenerator
+) -> None:
+    generator.served[MODEL] = replace(generator.served[MODEL], modalities={"image": 1})
+    image = base64.b64encode(png(3, 4) + bytes(15_000)).decode()
+    url = {"url": f"data:image/png;base64,{image}"}
+    content = [{"type": "image_url", "image_url": url}]
+    body = {"messages": [{"role": "user", "content": content}]}
+    wrong = {"messages": [{"role": "user", "content": [*content, *content]}]}
+    assert await ask(apis, CHAT, wrong) == (400, "")
+    assert await ask(apis, CHAT, body) == (200, "")
 
 
 @pytest.mark.parametrize(

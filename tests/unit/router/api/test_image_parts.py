@@ -12,6 +12,7 @@ import pytest
 from pdserve.errors import InvalidRequest
 from pdserve.model.tokenizer import ChatMessage, MessageImage
 from pdserve.types import SamplingParams
+from router.api.images import image_bytes
 from tests.support.images import png
 from tests.support.router_apis import CHAT, MODEL, FakeRenderer, RouterApis
 
@@ -161,3 +162,12 @@ async def test_grpc_refuses_a_message_with_content_and_parts(apis: RouterApis) -
     with pytest.raises(InvalidRequest, match="both content and parts"):
         async for _ in apis.client.generate([message], SamplingParams(max_tokens=4), model=MODEL):
             pass
+
+
+@pytest.mark.parametrize("separators", [None, (",", ":")])
+@pytest.mark.parametrize("path", BODIES)
+def test_bytes_of_images_are_counted_before_a_body_is_read(
+    path: str, separators: tuple[str, str] | None
+) -> None:
+    body = json.dumps({**BODIES[path], "user": "base64"}, separators=separators).encode()
+    assert image_bytes(body) == len(base64_of(RED)) + len(base64_of(BLUE))
