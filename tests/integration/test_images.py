@@ -7,11 +7,13 @@ import base64
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.images import png
-from tests.support.timeouts import wait_until
+from tests.support.timeouts import WAIT_S, wait_until
 from workers.fake.render import IMAGE_TOKENS
+from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,15 +71,38 @@ async def test_each_answer_is_about_its_own_image() -> None:
         assert f'pdserve_render_seconds_count{{model="pdserve-demo"}} {2 * MANY}' in page
 
 
-async def test_an_answer_goes_on_when_its_decode_worker_dies() -> None:
-    async with Cluster(prefill=1, decode=2, engine_args={**SIZE, "decode_s": 0.01}) as cluster:
-        expected = text_of((await ask(cluster, body(IMAGES[0], max_tokens=60)))[0])
-        asking = asyncio.create_task(ask(cluster, body(IMAGES[0], max_tokens=60)))
-        await wait_until(lambda: cluster.busy("decode-0", "decode-1"))
-        await cluster.kill(*cluster.busy("decode-0", "decode-1"))
+@pytest.mark.parametrize(
+    ("role", "act"), [("prefill", "kill"), ("decode", "kill"), ("decode", "drain")]
+)
+async def test_an_answer_goes_on_without_its_worker(role: str, act: str) -> None:
+    """A dead worker's prompt is computed again, from the images that the router has kept."""
+    asked = body(*IMAGES[:2], max_tokens=60)
+    names = (f"{role}-0", f"{role}-1")
+    async with Cluster(aggregated=1, engine_args=SIZE) as cluster:
+        expected = text_of((await ask(cluster, asked))[0])
+    async with Cluster(prefill=2, decode=2, engine_args=SIZE) as cluster:
+        for name in names:
+            # Prefill stalls before the prompt, decode in the answer.
+            cluster.faults(name, FakeFaults(stall_at_step=1 if role == "prefill" else 30))
+        asking = asyncio.create_task(ask(cluster, asked))
+        await wait_until(lambda: cluster.busy(*names))
+        (busy,) = cluster.busy(*names)
+        idle, engine = names[1 - names.index(busy)], cluster.engine(busy)
+        await wait_until(lambda: engine.faults.stalls(engine._steps + 1))
+        if act == "kill":
+            await cluster.kill(busy)
+            cluster.faults(idle, FakeFaults())
+        else:
+            drain = cluster.command("drain", busy, "--timeout", str(WAIT_S), "--json")
+            draining = asyncio.create_task(drain)
+            await cluster.until_state(busy, "draining")
+            for name in names:
+                cluster.faults(name, FakeFaults())
+            assert await draining == 0
         (answer,) = await asking
         assert text_of(answer) == expected
         assert answer[1]["pdserve"]["receipt"]["fallbacks"]
+        await cluster.assert_no_leaks()
 
 
 async def test_a_request_says_why_its_images_are_not_rendered() -> None:
