@@ -128,8 +128,14 @@ class ForkServer:
                 [sys.executable, "-m", "pdserve.process.forkserver", *words],
                 pass_fds=[theirs.fileno()],
                 # A fork copies neither threads nor a CUDA context: numpy must not start threads,
-                # and vLLM must not see a GPU.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                # and vLLM must not see a GPU. numpy's OpenBLAS reads its own variable first, which
+                # a worker with several cores has set.
+                env={
+                    **os.environ,
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

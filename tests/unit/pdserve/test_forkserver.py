@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.process.forkserver import ForkFailed, ForkServer
+from workers.main import thread_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,4 +40,15 @@ async def test_a_preload_that_fails_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ForkFailed):
         await server.start("timeit", env=os.environ)
     assert "no_such_module" in (tmp_path / "log").read_text()
+    server.close()
+
+
+async def test_numpy_starts_no_threads_before_a_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in thread_environment((0, 1)):  # as in a worker with two cores
+        monkeypatch.setenv(name, "2")
+    server = ForkServer("numpy:array", tmp_path / "log", arguments=("1",))
+    done = await server.start("timeit", "-n", "1", "pass", env=os.environ)
+    assert await done.wait() == 0
     server.close()
