@@ -66,7 +66,7 @@ class StepEnd(Protocol):
 
 
 class BlockCopy(Protocol):
-    """A copy of blocks into a KV cache that may still run."""
+    """A copy of blocks into a KV cache, or their digests alone, that may still run."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -167,6 +167,10 @@ class KvRegion:
         if IS_COMPILED:
             return _copy.digest(*self._pages_at(block_ids), g.num_layers, g.page_bytes)
         return _digests(self._array()[:, block_ids])
+
+    def begin_digests(self, block_ids: list[int]) -> BlockCopy:
+        """Start to compute `digests`. Those of host memory are computed at once."""
+        return EndedCopy(self.digests(block_ids))
 
     def _check(self, block_ids: Sequence[int]) -> None:
         if not self.geometry.has_blocks(block_ids):

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.errors import ProtocolError
 from kv_transfer.protocol.messages import ChunkReady, Inner
 from kv_transfer.protocol.transport import source_of, target_of
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from kv_transfer.protocol.driver import Driver
     from kv_transfer.protocol.link import ConsumerChannel, Link
     from kv_transfer.protocol.messages import KvMessage
-    from kv_transfer.protocol.producer import Action
+    from kv_transfer.protocol.producer import Action, Undigested
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_FLIGHT = 4  # chunks of a link that a GPU copies, so that it need not wait for this thread
+# Chunks that a GPU copies for a link, or digests, so that it need not wait for this thread.
+MAX_IN_FLIGHT = 4
 
 
 def start_reader(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
@@ -126,6 +128,8 @@ class _Receiving:
             return
         begun = time.monotonic()
         try:
+            while len(self._chunks) >= MAX_IN_FLIGHT:
+                self._finish_one()
             region = target_of(driver.local.regions, place.part)
             if chunk.size != region.size_bytes(chunk.count):
                 raise ProtocolError(f"{chunk.count} blocks are not {chunk.size} bytes")
@@ -134,7 +138,7 @@ class _Receiving:
             self._abort(chunk, str(error))
             raise
         self._chunks.append((chunk, begun, copy))
-        while self._chunks and (len(self._chunks) > MAX_IN_FLIGHT or self._chunks[0][2].has_ended):
+        while self._chunks and self._chunks[0][2].has_ended:
             self._finish_one()
 
     def finish(self) -> None:
@@ -171,27 +175,50 @@ class _Receiving:
 
 def _digest(driver: Driver) -> None:
     driver.local.regions[0].enter_thread()
+    in_flight: deque[tuple[Undigested[Link], float, BlockCopy]] = deque()
+    ended_at = 0.0
     while (transfer_id := driver.undigested.get()) is not None:
-        while not driver.is_closing and _digest_next(driver, transfer_id):
-            pass
+        while not driver.is_closing and (begun := _begin_digests(driver, transfer_id)) is not None:
+            in_flight.append(begun)
+            while len(in_flight) == MAX_IN_FLIGHT or (in_flight and in_flight[0][2].has_ended):
+                ended_at = _end_digests(driver, *in_flight.popleft(), ended_at)
+        while in_flight:
+            ended_at = _end_digests(driver, *in_flight.popleft(), ended_at)
 
 
-def _digest_next(driver: Driver, transfer_id: str) -> bool:
-    """Compute the digests of at most one chunk. Return False if none are due."""
+def _begin_digests(
+    driver: Driver, transfer_id: str
+) -> tuple[Undigested[Link], float, BlockCopy] | None:
+    """Start to compute the digests of at most one chunk. Return None if none are due."""
     with driver.lock:
         blocks = driver.producer.undigested(transfer_id)
-    if blocks is None:
-        return False
+        if blocks is None:
+            return None
+        driver.producer.begin_digests(blocks)
     begun = time.monotonic()
-    digests = b""
+    digests: BlockCopy = EndedCopy(b"")
     try:
-        digests = source_of(driver.local.regions, blocks.part).digests(blocks.block_ids)
+        digests = source_of(driver.local.regions, blocks.part).begin_digests(blocks.block_ids)
     except Exception:
         logger.exception("cannot compute the digests of transfer %s", transfer_id)
+    return blocks, begun, digests
+
+
+def _end_digests(
+    driver: Driver, blocks: Undigested[Link], begun: float, copy: BlockCopy, last: float
+) -> float:
+    """Wait for the digests of a chunk and record them. Return the time."""
+    digests = b""
+    try:
+        digests = copy.wait()
+    except Exception:
+        logger.exception("cannot compute the digests of transfer %s", blocks.transfer.transfer_id)
+    ended = time.monotonic()
 
     def decide(now: float) -> Iterable[Action[Link]]:
-        driver.counters.digest_s += now - begun
+        # The time of digests that overlap is counted once.
+        driver.counters.digest_s += ended - max(begun, last)
         return driver.producer.digested(blocks, digests, now)
 
     driver.drive(decide)
-    return True
+    return ended

@@ -111,10 +111,12 @@ class Reader(Generic[LinkT]):
 
 @dataclass(slots=True)
 class Digests:
-    """Digests of one part of the pages of a group's blocks, from block `first` on."""
+    """Digests of one part of the pages of a group's blocks, from block `first` on. Those before
+    block `begun` are made or being computed."""
 
     first: int
     made: bytes = b""
+    begun: int = 0
 
     @property
     def end(self) -> int:
@@ -263,12 +265,19 @@ class Producer(Generic[LinkT]):
             stop = group.needed(transfer.ready_tokens).stop
             if transfer.ended_at is None:
                 stop = transfer.ready_tokens // group.block_size if group.is_streamed else 0
-            first = transfer.digests.setdefault(part, Digests(start)).end
+            digests = transfer.digests.setdefault(part, Digests(start))
+            first = max(digests.end, digests.begun)
             if first < stop:
                 stop = min(stop, first + self.chunk_blocks[part.group])
                 block_ids = transfer.tables[group.table][first:stop]
                 return Undigested(transfer, transfer.generation, part, first, block_ids)
         return None
+
+    def begin_digests(self, of: Undigested[LinkT]) -> None:
+        """Record that these digests are being computed: `undigested` returns later blocks."""
+        made = of.transfer.digests.get(of.part)
+        if made is not None and of.generation == of.transfer.generation:
+            made.begun = of.first + len(of.block_ids)
 
     def _wanted_digests(self, transfer: SendTransfer[LinkT]) -> list[tuple[PagePart, int]]:
         """Return the page parts that need digests, each with its first block."""

@@ -1,19 +1,23 @@
-"""Chunks of a link that a GPU still copies while the reader thread goes on."""
+"""Chunks that a GPU still copies, or digests, while the thread that began them goes on."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kv_transfer.cache.geometry import KvGeometry, PagePart
+from kv_transfer.cache.geometry import KvGeometry, KvGroup, PagePart
 from kv_transfer.cache.host_memory import DIGEST_BYTES
 from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.consumer import Consumer, Received, ReceiveFailed
-from kv_transfer.protocol.link_threads import MAX_IN_FLIGHT, _Receiving
+from kv_transfer.protocol.driver import TransferCounters
+from kv_transfer.protocol.link_threads import MAX_IN_FLIGHT, _digest, _Receiving
 from kv_transfer.protocol.messages import ChunkReady, GroupBlocks, Subscribe, TransferDone
+from kv_transfer.protocol.plan import CopyPlan, Shard
+from kv_transfer.protocol.producer import Producer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,10 +46,12 @@ class Copy:
 class Channel:
     copies: list[Copy] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
+    most: int = 0  # in flight at once
 
     def receive(self, chunk: ChunkReady, block_ids: Any, part: Any) -> Copy:
         digest = bytes([chunk.first]) * DIGEST_BYTES * chunk.count
         self.copies.append(Copy(digest, self.waits, len(self.copies)))
+        self.most = max(self.most, len(self.copies) - len(self.waits))
         return self.copies[-1]
 
 
@@ -58,6 +64,19 @@ class Driver:
         self.regions = [self]
         self.geometry = KvGeometry(1, BLOCKS, PAGE, BLOCKS * PAGE, PAGE)
         self.consumer: Consumer[str] = Consumer(10.0)
+
+        plan = CopyPlan((Shard(1, PAGE, KvGroup(0, 1)),))
+        self.producer = Producer[str](plan=plan, chunk_blocks=(1,), lease_s=30.0, heartbeat_s=5.0)
+        self.counters = TransferCounters()
+        self.undigested: SimpleQueue[str | None] = SimpleQueue()
+        self.is_closing = False
+        self.digesting = Channel()
+
+    def enter_thread(self) -> None: ...
+
+    def begin_digests(self, block_ids: list[int]) -> Copy:
+        (block,) = block_ids
+        return self.digesting.receive(ChunkReady("t", block, 1, PAGE), block_ids, None)
 
     def narrowed(self, start: int, size: int) -> Driver:
         return self
@@ -95,6 +114,7 @@ def test_chunks_are_in_flight_together_and_end_in_order(driver: Driver) -> None:
     begin(receiving, channel, *range(MAX_IN_FLIGHT + 2, BLOCKS))
     receiving.finish()
     assert channel.waits == list(range(BLOCKS))
+    assert channel.most == MAX_IN_FLIGHT
     digests = b"".join(bytes([n]) * DIGEST_BYTES for n in range(BLOCKS))
     done = TransferDone("t", [1], digests, 0.0, 0.0)
     driver.consumer.done("link", done, "cuda_ipc", is_pull=True)
@@ -124,3 +144,38 @@ def test_blocks_are_given_back_only_when_no_copy_writes_to_them(driver: Driver) 
     (outcome,) = driver.consumer.take_outcomes()
     assert isinstance(outcome, ReceiveFailed)
     assert outcome.reason == "the producer is gone"
+
+
+def test_digests_are_in_flight_together_and_recorded_in_order(driver: Driver) -> None:
+    producer, copies = driver.producer, driver.digesting.copies
+    producer.expect("t", "r", 0.0)
+    producer.progress("t", [list(range(BLOCKS))], BLOCKS, 0.0)
+    driver.undigested.put("t")
+    driver.undigested.put(None)
+    _digest(driver)  # type: ignore[arg-type]
+    assert driver.digesting.waits == list(range(BLOCKS))
+    assert driver.digesting.most == MAX_IN_FLIGHT
+    assert len(copies) == BLOCKS  # each block once
+    assert producer.undigested("t") is None
+    (transfer,) = producer
+    ((_, digests),) = transfer.digests.items()
+    assert digests.made == b"".join(bytes([n]) * DIGEST_BYTES for n in range(BLOCKS))
+
+
+def test_digests_in_flight_at_a_preemption_are_dropped_and_made_again(driver: Driver) -> None:
+    producer = driver.producer
+    producer.expect("t", "r", 0.0)
+    producer.progress("t", [[0, 1]], 2, 0.0)
+    first = producer.undigested("t")
+    assert first is not None
+    producer.begin_digests(first)
+    second = producer.undigested("t")
+    assert second is not None
+    assert second.block_ids == [1]
+    producer.preempt("t")
+    producer.begin_digests(second)
+    producer.progress("t", [[5, 6]], 2, 0.0)
+    producer.digested(first, bytes(DIGEST_BYTES), 0.0)
+    again = producer.undigested("t")
+    assert again is not None
+    assert again.block_ids == [5]
