@@ -452,7 +452,8 @@ class WorkerInfo:
     labels of region, zone and host. `revision`: the deployed revision, or "". `device`: name of
     the GPUs, or "cpu". `devices`: number of GPUs or cores. `energy`: the energy meter, "nvml" or
     "rapl", or the reason why there is none. `cores`, `gpus`: what it may use: CPU cores, and NVML
-    indexes of GPUs, empty for all.
+    indexes of GPUs, empty for all. `group`: its data-parallel group, whose ranks compute in step,
+    or "".
     """
 
     worker_id: str
@@ -477,6 +478,7 @@ class WorkerInfo:
     energy: str = ""
     cores: int = 0
     gpus: tuple[int, ...] = ()
+    group: str = ""
 
 
 @dataclass(slots=True)

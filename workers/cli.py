@@ -23,6 +23,10 @@ _FLAGS = {
     "--node-rank": "worker.node_rank",
     "--master-addr": "worker.master_addr",
     "--master-port": "worker.master_port",
+    "--data-parallel-size": "worker.data_parallel_size",
+    "--data-parallel-rank": "worker.data_parallel_rank",
+    "--data-parallel-port": "worker.data_parallel_port",
+    "--data-parallel-group": "worker.data_parallel_group",
     **flags.ENGINE,
     "--require-auth": "worker.access.require_auth",
 }

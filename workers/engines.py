@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from kv_transfer.settings import ConnectorConfig
-from pdserve.config import TiersConfig, TlsConfig
+from pdserve.config import MOVE_S, TiersConfig, TlsConfig
 from pdserve.errors import ConfigError
 from pdserve.model.hub import with_directories
 from pdserve.model.tokenizer import digest_of, read_files
@@ -45,7 +45,7 @@ def make_engine(
 def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
     """Return the settings of vLLM for a model whose directories are known; those of a node other
     than the first need no `instance_id`. Raises ConfigError."""
-    from workers.vllm.settings import Nodes, VllmSettings
+    from workers.vllm.settings import DataParallel, Nodes, VllmSettings
 
     kv = _connector_config(config)
     if kv is not None and kv.connector == "nixl" and find_spec("nixl") is None:
@@ -71,6 +71,12 @@ def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
             master_addr=config.master_addr,
             master_port=config.master_port,
             host=config.host,
+        ),
+        group=DataParallel(
+            size=config.data_parallel_size,
+            rank=config.data_parallel_rank,
+            port=config.data_parallel_port,
+            leave_s=config.drain_timeout_s + MOVE_S,
         ),
     )
 

@@ -290,6 +290,7 @@ class WorkerServer:
             settings=engine.settings,
             topology=self._config.topology.labels,
             revision=self._config.revision,
+            group=self._config.data_parallel_group,
             device=engine.device,
             devices=engine.gpus or cores,
             cores=cores,

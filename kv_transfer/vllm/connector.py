@@ -105,10 +105,11 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._transports = transport.make(self._settings, on_gpu=on_gpu)
             if any(each.name == "shm" for each in self._transports):
                 self._shared = SharedMemory("pdserve-kv")
-            # The ranks on other nodes have the name of the first one's engine.
-            self._instance_id: str = get_world_group().broadcast_object(
-                self._kv_transfer_config.engine_id
-            )
+            self._instance_id: str = self._kv_transfer_config.engine_id
+            if vllm_config.parallel_config.nnodes > 1:
+                # The ranks on other nodes have the name of the first one's engine. On one node, the
+                # world may also have other engines: the ranks of a data-parallel group.
+                self._instance_id = get_world_group().broadcast_object(self._instance_id)
             # Only runner V1 reads these, in the step that brought them.
             self._resumed: dict[str, list[int]] = {}
             patch_runner_v1(self._resumed)

@@ -569,6 +569,12 @@ class WorkerConfig(_Section, frozen=True):
     node_rank: Number of this node. Routers know the worker by node 0.
     master_addr: Address of node 0, which the others connect to.
     master_port: Port of node 0 where the ranks meet. They use other ports, too.
+    data_parallel_size: Number of workers in the group that this one is a rank of, on one machine.
+        They share the expert layers of the model, and each has its own KV cache and requests.
+    data_parallel_rank: Number of this rank.
+    data_parallel_port: Port of the loopback address where the ranks of the group meet. They use the
+        port after it, too.
+    data_parallel_group: Name of the group, for routers.
     """
 
     worker_id: str = ""
@@ -598,9 +604,14 @@ class WorkerConfig(_Section, frozen=True):
     node_rank: Count = 0
     master_addr: str = ""
     master_port: Annotated[int, Meta(ge=1, le=65535)] = 29501
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
+    data_parallel_rank: Count = 0
+    data_parallel_port: Annotated[int, Meta(ge=1, le=65534)] = 29601
+    data_parallel_group: str = ""
 
     def __post_init__(self) -> None:
         self._check_nodes()
+        self._check_group()
         for entry in self.routers:
             is_file = entry.startswith(FILE_ENTRY)
             address = entry.removeprefix(DNS_ENTRY)
@@ -648,6 +659,24 @@ class WorkerConfig(_Section, frozen=True):
         if self.kv.tiers.host_gib:
             refuse("nnodes", "must be 1 with kv.tiers")
 
+    def _check_group(self) -> None:
+        size = self.data_parallel_size
+        if self.data_parallel_rank >= size:
+            reason = f"must be below data_parallel_size ({size}), not {self.data_parallel_rank}"
+            refuse("data_parallel_rank", reason)
+        if bool(self.data_parallel_group) != (size > 1):
+            refuse("data_parallel_group", "must be set exactly if data_parallel_size is above 1")
+        if size == 1:
+            return
+        if self.role is Role.POOLING:
+            refuse("data_parallel_size", "must be 1 for pooling workers")
+        if self.nnodes > 1:
+            refuse("data_parallel_size", "must be 1 with nnodes above 1")
+        if self.kv.connector != "pdserve":
+            refuse("data_parallel_size", f"must be 1 with kv.connector {self.kv.connector}")
+        if self.kv.tiers.host_gib:
+            refuse("data_parallel_size", "must be 1 with kv.tiers")
+
     @property
     def _hosts(self) -> list[str]:
         """Where it listens for routers, and where routers listen for it."""
@@ -677,7 +706,10 @@ def is_hub_name(model: str) -> bool:
 class RoleConfig(_Section, frozen=True):
     """The workers of one role.
 
-    workers: Number of workers.
+    workers: Number of workers, or of data-parallel groups.
+    data_parallel_size: Number of ranks in a data-parallel group. Each rank is a worker, with GPUs,
+        a KV cache and requests of its own; the ranks of a group share the expert layers of the
+        model, compute in step, and start and end as one. For models with experts.
     gpus: GPUs that these workers share out, by NVML index. Empty: those that no other role has.
     nnodes: Number of nodes that each worker is spread over, with `--on ray`: each runs a part of
         its tensor-parallel ranks.
@@ -685,13 +717,14 @@ class RoleConfig(_Section, frozen=True):
     """
 
     workers: Annotated[int, Meta(ge=0, le=1024)] = 1
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     gpus: tuple[Count, ...] = ()
     nnodes: Annotated[int, Meta(ge=1)] = 1
     engine_args: dict[str, object] = {}
 
     @property
     def most(self) -> int:
-        """Most workers of this role that ever run."""
+        """Most workers, or groups, of this role that ever run."""
         return self.workers
 
 
@@ -714,6 +747,8 @@ class ScaledRoleConfig(RoleConfig, frozen=True):
             refuse("workers", "must be at least 1 if max_workers is given")
         if self.warm_workers > self.most - self.workers:
             refuse("warm_workers", "must not be above max_workers less workers")
+        if self.max_workers and self.data_parallel_size > 1:
+            refuse("max_workers", "must be 0 with data_parallel_size above 1")
 
     @property
     def most(self) -> int:
@@ -746,6 +781,8 @@ class PoolsConfig(_Section, frozen=True):
             refuse(f"{missing}.workers", reason)
         if not prefill + decode + self.aggregated.workers + self.pooling.workers:
             refuse("prefill.workers", "at least one worker is required")
+        if self.pooling.data_parallel_size > 1:
+            refuse("pooling.data_parallel_size", "must be 1")
 
     def by_role(self) -> dict[Role, RoleConfig]:
         return {role: getattr(self, role.value) for role in Role}
@@ -828,6 +865,12 @@ class Config(_Section, frozen=True):
             refuse("router.roles.auto", reason)
         if to_zero and any(x.prefill.warm_workers + x.decode.warm_workers for x in self.models):
             refuse("up.scaling.to_zero_after_s", "cannot be used with warm_workers, which stay")
+        if any(pool.data_parallel_size > 1 for each in pools for pool in each.values()):
+            reason = "cannot be used with data_parallel_size above 1: the ranks of a group"
+            if to_zero:
+                refuse("up.scaling.to_zero_after_s", f"{reason} start and end as one")
+            if self.router.roles.auto:
+                refuse("router.roles.auto", f"{reason} keep their role")
         if not self.up.models:
             return
         elsewhere = [f"up.{name}" for name in PoolsConfig.__struct_fields__]

@@ -91,7 +91,7 @@ class EngineLimits(_message.Message):
     def __init__(self, max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_loras: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "pid", "engine", "settings", "debug_address", "session_address", "unsupported_fields", "topology", "revision", "device", "devices", "energy", "limits", "cores", "gpus")
+    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "pid", "engine", "settings", "debug_address", "session_address", "unsupported_fields", "topology", "revision", "device", "devices", "energy", "limits", "cores", "gpus", "group")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class WorkerInfo(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     role: Role
@@ -150,7 +151,8 @@ class WorkerInfo(_message.Message):
     limits: EngineLimits
     cores: int
     gpus: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., topology: _Optional[_Mapping[str, str]] = ..., revision: _Optional[str] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., energy: _Optional[str] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., cores: _Optional[int] = ..., gpus: _Optional[_Iterable[int]] = ...) -> None: ...
+    group: str
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., topology: _Optional[_Mapping[str, str]] = ..., revision: _Optional[str] = ..., device: _Optional[str] = ..., devices: _Optional[int] = ..., energy: _Optional[str] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., cores: _Optional[int] = ..., gpus: _Optional[_Iterable[int]] = ..., group: _Optional[str] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "path", "model")

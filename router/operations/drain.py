@@ -251,6 +251,9 @@ def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member
             f"worker {worker_id} is a {before} worker and cannot become a {role} worker",
             field="role",
         )
+    if group := member.info.group:
+        text = f"worker {worker_id} is a rank of group {group}, whose ranks keep their role"
+        raise InvalidRequest(text, field="worker_id")
     if member.state is not MemberState.READY:
         raise Unavailable(f"worker {worker_id} is {member.state}", retry_after_s=1.0)
     others = [m for m in members if m is not member]

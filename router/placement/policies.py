@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -90,7 +90,7 @@ def slots(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
             1 - (load.num_running_reqs + load.num_waiting_reqs) / info.limits.max_num_seqs
         ),
     )
-    return [max(0.0, min(pair)) for pair in zip(placed, reported, strict=True)]
+    return _alike_in_groups(workers, map(min, placed, reported))
 
 
 def outstanding(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
@@ -103,7 +103,8 @@ def outstanding(workers: Workers, demand: Demand, _cached: Cached) -> list[float
 
 def queue_length(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
     """Return 1 without requests that wait in the engine, 1/2 with one, 1/3 with two."""
-    return _reported(workers, lambda _, load: 1 / (1 + load.num_waiting_reqs))
+    scores = _reported(workers, lambda _, load: 1 / (1 + load.num_waiting_reqs))
+    return _alike_in_groups(workers, scores)
 
 
 def cached_share(workers: Workers, demand: Demand, cached: Cached) -> list[float]:
@@ -123,6 +124,17 @@ def adapter(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
 def local(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
     """Return 1 for workers near the router, and less the farther away their labels are."""
     return [nearness(PRIOR_S[c.router_distance]) for c in workers]
+
+
+def _alike_in_groups(workers: Workers, scores: Iterable[float]) -> list[float]:
+    """Return scores of counts of requests. All ranks of a data-parallel group that have any place
+    get the lowest: a step is as long as that of the rank with the most tokens, so tokens alone set
+    them apart."""
+    own, lowest = [max(0.0, x) for x in scores], dict[str, float]()
+    for c, x in zip(workers, own, strict=True):
+        if c.info.group and x:
+            lowest[c.info.group] = min(x, lowest.get(c.info.group, x))
+    return [min(x, lowest.get(c.info.group, x)) for c, x in zip(workers, own, strict=True)]
 
 
 def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]) -> list[float]:

@@ -148,6 +148,8 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
 def make_config(settings: VllmSettings, context: UsageContext) -> VllmConfig:
     """Return the configuration of an engine. Raises ConfigError, or what vLLM raises."""
     args = engine_args(settings)
+    if settings.group.size > 1:
+        _check_group(args)
     try:
         return args.create_engine_config(context)
     except ValueError as error:
@@ -158,6 +160,20 @@ def make_config(settings: VllmSettings, context: UsageContext) -> VllmConfig:
             f"{version('torch')}",
             field="model",
         ) from error
+
+
+def _check_group(args: EngineArgs) -> None:
+    """Raise ConfigError for a model that ranks of a data-parallel group cannot share."""
+    if not args.create_model_config().is_moe:
+        raise ConfigError(
+            "data_parallel_size must be 1: the model has no experts to share; set `workers`",
+            field="data_parallel_size",
+        )
+    if current_platform.is_cpu() and not args.enforce_eager:
+        raise ConfigError(
+            "engine_args.enforce_eager must be true with data_parallel_size above 1 on a CPU",
+            field="engine_args.enforce_eager",
+        )
 
 
 def _as_vllm_has_it(field: Field[Any], value: object) -> object:
@@ -186,6 +202,8 @@ def settings_in_effect(config: VllmConfig) -> dict[str, str]:
         "compilation_mode": getattr(compilation.mode, "name", compilation.mode),
         "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode),
         "tensor_parallel_size": parallel.tensor_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "enable_expert_parallel": parallel.enable_expert_parallel,
         "speculative_config": getattr(config.speculative_config, "method", None),
         "device": config.device_config.device_type,
         "device_name": current_platform.get_device_name(),
@@ -198,6 +216,11 @@ def check_on_cpu(config: VllmConfig) -> None:
     bfloat16 alone. To keep a prefix of a Mamba-2 model, it takes states from the middle of a
     prompt, which its CPU kernel does not return."""
     model = config.model_config
+    if config.parallel_config.enable_expert_parallel and model.quantization:
+        raise ConfigError(  # workers/vllm/experts.py mends the kernel without quantization alone
+            "engine_args.enable_expert_parallel must be false for a quantized model on a CPU",
+            field="engine_args.enable_expert_parallel",
+        )
     if hasattr(model.hf_text_config, "linear_key_head_dim"):  # a gated delta net
         if str(model.dtype) != "torch.bfloat16":
             raise ConfigError(

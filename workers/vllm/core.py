@@ -71,7 +71,9 @@ from workers.vllm.args import (
     settings_in_effect,
     warn_of_cut_context,
 )
+from workers.vllm.experts import mend_experts
 from workers.vllm.kv_params import handle_of, params_for
+from workers.vllm.lockstep import LockstepEngine
 from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.rank_links import RankLinks
 from workers.vllm.reasoning import set_gate
@@ -127,7 +129,10 @@ class VllmCore:
             check_on_cpu(config)
         # As vLLM gives it to processes; with the engine, it will hold the model.
         self.pickled_config = bytes(ForkingPickler.dumps(config))
-        self._engine = LLMEngine(
+        self._group: LockstepEngine | None = None
+        if config.parallel_config.data_parallel_size > 1:
+            self._group = LockstepEngine(config, context, wake, self._has_runnable)
+        self._engine = self._group or LLMEngine(
             config, Executor.get_class(config), log_stats=True, usage_context=context
         )
         core = self._engine.engine_core.engine_core
@@ -136,10 +141,7 @@ class VllmCore:
         self._scheduler = core.scheduler
         self._executor = core.model_executor
         if current_platform.is_cpu():
-            if config.speculative_config is not None:
-                self._executor.collective_rpc(mend_sampling)
-            if config.lora_config is not None:
-                self._executor.collective_rpc(mend_lora)
+            self._mend()
         has_kv = settings.kv is not None
         self._connector: Any = first_of(self._scheduler.get_kv_connector()) if has_kv else None
         # The connector's half that runs with the model, if that is in this process.
@@ -154,7 +156,7 @@ class VllmCore:
         self._tokenizer_dir = TemporaryDirectory(prefix="pdserve-tokenizer-")
         self.is_idle = False
         self._idle = IdleSteps(in_flight=core.batch_queue_size)
-        self.executor_died = ""  # how, once it has
+        self._executor_died = ""  # how, once it has
         self._busy = busy
         try:
             self.info = self._describe(settings)
@@ -183,15 +185,34 @@ class VllmCore:
             self.close()
             raise
 
+    def _mend(self) -> None:
+        """Replace parts of vLLM's CPU build that do not work, where the model runs."""
+        config = self._engine.vllm_config
+        parallel = config.parallel_config
+        if config.speculative_config is not None:
+            self._executor.collective_rpc(mend_sampling)
+        if config.lora_config is not None:
+            self._executor.collective_rpc(mend_lora)
+        if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
+            self._executor.collective_rpc(mend_experts)
+
+    @property
+    def died(self) -> str:
+        """How the processes that run the model died; empty while they live."""
+        lost = None if self._group is None else self._group.links.lost
+        if lost is not None:
+            return f"rank {lost} of this data-parallel group has ended"
+        return self._executor_died
+
     def _note_executor_death(self) -> None:
-        self.executor_died = self.executor_died or "a process of the executor died"
+        self._executor_died = self._executor_died or "a process of the executor died"
         self._wake()
 
     def _note_lost_rank(self, rank: int) -> None:
         """End the ranks of this node, if vLLM does not do that because of `rank` itself: then it
         frees the step that waits for them. A worker without a step fails at once, too."""
         if rank >= self._executor.local_world_size:
-            self.executor_died = f"rank {rank} on another node ended, or cannot be reached"
+            self._executor_died = f"rank {rank} on another node ended, or cannot be reached"
             for handle in self._executor.workers:
                 handle.proc.kill()
             self._wake()
@@ -280,7 +301,8 @@ class VllmCore:
 
     def has_work(self) -> bool:
         """Return whether a step can change something, such as blocks that ended requests hold."""
-        return bool(self._scheduler.has_requests() or self._core.batch_queue)
+        is_called = self._group is not None and self._group.is_called
+        return bool(is_called or self._scheduler.has_requests() or self._core.batch_queue)
 
     def ledger(self) -> KvLedger:
         requests = len(self._scheduler.requests)
@@ -404,7 +426,8 @@ class VllmCore:
         # With nothing running, a step only looks after transfers.
         computed = bool(outputs or self._scheduler.running)
         can_start = bool(self._scheduler.finished_recving_kv_req_ids)
-        self.is_idle = self._idle.after_step(computed=computed or can_start)
+        in_wave = self._group is not None and self._group.wave.is_running
+        self.is_idle = self._idle.after_step(computed=computed or can_start or in_wave)
         self.steps.end(computed=computed, has_work=self._has_runnable())
         return deltas
 
@@ -517,11 +540,20 @@ class VllmCore:
             )
         return ErrorInfo(WorkerFailed.code, "the engine failed on this request")
 
+    def leave_group(self, limit_s: float) -> None:
+        """Drop all streams, and serve the other ranks of the group until they end, too."""
+        if self._group is not None:
+            self._engine.abort_request([x.vllm_id for x in self._streams.values()], internal=True)
+            self._streams.clear()
+            self._group.leave(limit_s)
+
     def close(self) -> None:
         """End the engine and its processes. Idempotent."""
         self._streams.clear()
         if self._ranks is not None:
             self._ranks.close()
+        if self._group is not None:
+            self._group.links.close()
         self._engine.engine_core.shutdown()
         self._tokenizer_dir.cleanup()
 

@@ -197,9 +197,10 @@ class VllmEngine:
         if self._renders is not None:
             self._renders.close()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+            limit_s = _CLOSE_TIMEOUT_S + self._settings.group.leave_s
+            await asyncio.to_thread(self._thread.join, limit_s)
             if self._thread.is_alive():
-                _log.error("the engine did not end within %.0f s", _CLOSE_TIMEOUT_S)
+                _log.error("the engine did not end within %.0f s", limit_s)
         self._sleep.close()
         self.results.close()
 
@@ -226,12 +227,14 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001 - top of the thread: it ends the engine
             _log.exception("the engine failed")
             end, failure = WorkerFailed("the engine failed"), error
-            if core.executor_died:  # vLLM's error only says that the step was cancelled
-                failure = RuntimeError(core.executor_died)
+            if core.died:  # vLLM's error only says that the step was cancelled
+                failure = RuntimeError(core.died)
         self._stop(end, core.open_streams)
         if failure is not None:
             self._emit(StepResult(failure=failure))
         try:
+            if failure is None:
+                core.leave_group(self._settings.group.leave_s)
             core.close()
         except Exception:  # noqa: BLE001 - cleanup
             _log.exception("the engine did not close cleanly")
@@ -241,8 +244,8 @@ class VllmEngine:
         for descriptor in core.wakeups:
             self._sleep.watch(descriptor)
         while not self._closing:
-            if core.executor_died:
-                raise RuntimeError(core.executor_died)
+            if core.died:
+                raise RuntimeError(core.died)
             if ended := self._take_inbox(core):
                 self._ledger = core.ledger()  # exported blocks are held
                 self._emit(StepResult(ended))

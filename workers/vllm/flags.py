@@ -36,7 +36,6 @@ _HOST, _PORT = "0.0.0.0", 8000
 # Flags accepted with these values only, because pdserve always behaves so.
 _ALWAYS = {
     "api_server_count": 1,
-    "data_parallel_size": 1,
     "disable_fastapi_docs": True,
     "disable_log_stats": True,
     "disable_uvicorn_access_log": True,
@@ -47,6 +46,9 @@ _ALWAYS = {
     "headless": False,
     "pipeline_parallel_size": 1,
 }
+# The number of ranks in a data-parallel group is of a role. Pooling workers have none.
+_GROUP = "data_parallel_size"
+_GROUPED = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 # Engine arguments that only vLLM's API server implements.
 _OF_SERVER = frozenset({"reasoning_parser", "reasoning_parser_plugin"})
 _FLAG = re.compile(r"-(?![\d.])")  # a word that is a flag, not a negative number
@@ -59,13 +61,18 @@ def read(words: Sequence[str]) -> dict[str, object]:
     ConfigError with vLLM's message for an unknown flag, or naming an unsupported flag.
     """
     common, words_by_role = _by_role(words)
-    by_role = {}
+    by_role: dict[str, object] = {}
+    given = _parse(common)
+    if size := given.pop(_GROUP, None):
+        by_role = {f"up.{role}.{_GROUP}": size for role in _GROUPED}
     for role, role_words in words_by_role.items():
         try:
-            by_role[f"up.{role}.engine_args"] = _engine_args(_parse(role_words), f"--{role}.")
+            of_role = _parse(role_words)
+            if size := of_role.pop(_GROUP, None):
+                by_role[f"up.{role}.{_GROUP}"] = size
+            by_role[f"up.{role}.engine_args"] = _engine_args(of_role, f"--{role}.")
         except ConfigError as error:
             raise ConfigError(f"flags of {role} alone: {error.message}") from error
-    given = _parse(common)
     model = given.pop("model_tag", None) or given.pop("model", None)
     if model is None:
         raise ConfigError("MODEL is required: a directory, or a name of the Hugging Face hub")

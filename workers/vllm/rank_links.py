@@ -81,7 +81,7 @@ class RankLinks:
         self._closing.set()
 
 
-def join_in(_worker: Any, address: tuple[str, int], token: bytes, local: int) -> bool:
+def join_in(worker: Any, address: tuple[str, int], token: bytes, local: int) -> bool:
     """For `Executor.collective_rpc`: connect this process, which ends if the link ends.
 
     The first `local` ranks are on the first node. Return False if the connector has no wake-up for
@@ -90,7 +90,9 @@ def join_in(_worker: Any, address: tuple[str, int], token: bytes, local: int) ->
     link = socket.create_connection(address, _JOIN_S)
     link.settimeout(None)
     detect_dead_peer(link, _DEAD_PEER_S)
-    if (rank := get_world_group().rank) >= local:
+    # The world of a data-parallel group has the processes of all its engines.
+    parallel = worker.vllm_config.parallel_config
+    if (rank := get_world_group().rank % parallel.world_size) >= local:
         # When the parent ends, vLLM closes its queues, but not those from another host.
         die_with(os.getppid())
     link.sendall(token + rank.to_bytes(_RANK_BYTES))

@@ -33,6 +33,15 @@ RESERVED = frozenset(
         "distributed_executor_backend",
         "disable_log_stats",
         "data_parallel_size",
+        "data_parallel_rank",
+        "data_parallel_start_rank",
+        "data_parallel_size_local",
+        "data_parallel_address",
+        "data_parallel_rpc_port",
+        "data_parallel_backend",
+        "data_parallel_external_lb",
+        "data_parallel_hybrid_lb",
+        "data_parallel_multi_port_external_lb",
         "pipeline_parallel_size",
         "nnodes",
         "node_rank",
@@ -58,6 +67,17 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True)
+class DataParallel:
+    """The place of this engine in a data-parallel group, whose ranks run on this machine and meet
+    at `port` and the port after it. The ranks end together, or after `leave_s`."""
+
+    size: int = 1
+    rank: int = 0
+    port: int = 0
+    leave_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class VllmSettings:
     """Settings of one engine.
 
@@ -75,6 +95,7 @@ class VllmSettings:
     tiers: TiersConfig = field(default_factory=TiersConfig)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=Nodes)
+    group: DataParallel = field(default_factory=DataParallel)
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -87,6 +108,8 @@ class VllmSettings:
                 )
 
 
+# The ranks of a data-parallel group have no authentication.
+GROUP_HOST = "127.0.0.1"
 # A worker on a CPU gives this share of its part of the machine's memory to the KV cache, but no
 # more than so many full contexts need, and never less than the smallest cache.
 _CACHE_SHARE = 0.4
@@ -198,6 +221,16 @@ def apply_environment(settings: VllmSettings) -> None:
         # Gloo would take the interface of this machine's name, which may be the loopback.
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", _interface(address))
+    if settings.group.size > 1:
+        # vLLM's form for ranks that somebody else starts. Each sees only its own GPUs.
+        os.environ.update(
+            VLLM_DP_SIZE=str(settings.group.size),
+            VLLM_DP_RANK=str(settings.group.rank),
+            VLLM_DP_RANK_LOCAL="0",
+            VLLM_DP_MASTER_IP=GROUP_HOST,
+            VLLM_DP_MASTER_PORT=str(settings.group.port),
+        )
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(GROUP_HOST))
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     # torch is imported after the thread count is set: it reads that once.

@@ -1,14 +1,19 @@
-"""Restart back-off of processes, and reasons of their deaths."""
+"""Processes across their restarts: the back-off, and reasons of their deaths."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import signal
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pdserve.process.forkserver import Process
 
 FIRST_PAUSE_S = 1.0
 FORGIVEN_AFTER_S = 300.0  # a process that ran this long starts with no deaths counted
@@ -39,6 +44,42 @@ class Restarts:
     @property
     def is_crash_looping(self) -> bool:
         return self.deaths >= _CRASH_LOOP
+
+
+@dataclass(slots=True)
+class SupervisedProcess:
+    """A router or a worker across its restarts. `process` is None while no process runs. `facts`
+    are its addresses, which are known once it has been ready. A child that is not `wanted` must
+    end before `leaves_by`. A `warm` worker has loaded its model and takes no requests."""
+
+    name: str
+    log: Path
+    restarts: Restarts
+    process: Process | None = None
+    pid: int = 0
+    facts: dict[str, str] = field(default_factory=dict)
+    known: asyncio.Event = field(default_factory=asyncio.Event)
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    leaves_by: float = 0.0
+    warm: bool = False
+    ready_at: float | None = None
+    failure: str = ""
+    reports: int = 0
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal if the process is alive."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.process is not None:
+                self.process.send_signal(number)
+
+    def died(self, code: int) -> float:
+        """Count a death. Return the pause before the restart in seconds."""
+        served_s = 0.0 if self.ready_at is None else time.monotonic() - self.ready_at
+        return self.restarts.died(served_s, death_reason(code, self.failure, self.log))
+
+    @property
+    def is_crash_looping(self) -> bool:
+        return self.restarts.is_crash_looping and (self.process is None or self.ready_at is None)
 
 
 def last_lines(log: Path, count: int) -> list[str]:

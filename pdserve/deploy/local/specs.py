@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 # Routers report the load of these roles only.
 SCALED = (Role.PREFILL, Role.DECODE)
-_CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus", "warm")
+_CHOSEN_HERE = (
+    *("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus", "warm"),
+    *("data_parallel_size", "data_parallel_rank", "data_parallel_group"),
+)
 # Engine arguments that set the use of GPU memory.
 _OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 # An engine with a GPU runs better on this many cores of its socket than on all cores of both.
@@ -76,11 +79,12 @@ def worker_pools(config: Config) -> list[PoolSpec]:
     for model in config.models:
         name = served_names(model.model, model.model_names)[0]
         for role, pool in model.by_role().items():
-            numbers = range(counts[role], counts[role] + pool.most)
-            counts[role] += pool.most
+            ranks = pool.data_parallel_size
+            numbers = range(counts[role], counts[role] + pool.most * ranks)
+            counts[role] += pool.most * ranks
             names = tuple(f"{role}-{i}" for i in numbers)
             warm = pool.warm_workers if isinstance(pool, ScaledRoleConfig) else 0
-            found.append(PoolSpec(name, role, names, pool.workers, warm))
+            found.append(PoolSpec(name, role, names, pool.workers * ranks, warm))
     return found
 
 
@@ -120,11 +124,22 @@ def worker_configs(
                 engine_args=args,
                 access=access,
             )
-            for _ in range(pool.most):
-                workers.append(replace(worker, worker_id=f"{role}-{names[role]}"))
+            size = pool.data_parallel_size
+            for rank in (x for _ in range(pool.most) for x in range(size)):
+                name, first = f"{role}-{names[role]}", f"{role}-{names[role] - rank}"
+                workers.append(
+                    replace(
+                        worker,
+                        worker_id=name,
+                        data_parallel_size=size,
+                        data_parallel_rank=rank,
+                        data_parallel_group=first if size > 1 else "",
+                    )
+                )
                 wanted.append((pool.gpus, _tensor_parallel(args)))
                 names[role] += 1
     cards = share_gpus(wanted, tuple(gpus))
+    _check_apart(workers, cards)
     pools = core_pools(cards, cores, gpus, config.up.cores_per_worker)
     shares = {
         usable: iter(share_cores(pools.count(usable), usable, config.up.cores_per_worker))
@@ -139,6 +154,26 @@ def worker_configs(
             worker, cores=next(shares[usable]), gpus=mine, engine_args=args
         )
     return found
+
+
+def _check_apart(workers: Sequence[WorkerConfig], cards: Sequence[tuple[int, ...]]) -> None:
+    """Raise ConfigError if two ranks of a data-parallel group would share a GPU."""
+    taken: Counter[tuple[str, int]] = Counter()
+    for worker, mine in zip(workers, cards, strict=True):
+        taken.update((worker.data_parallel_group, gpu) for gpu in mine)
+    shared = sorted(group for (group, _), count in taken.items() if group and count > 1)
+    if shared:
+        role = next(x.role for x in workers if x.data_parallel_group == shared[0])
+        refuse(f"up.{role}.data_parallel_size", "each rank needs GPUs of its own")
+
+
+def groups_of(workers: Mapping[str, WorkerConfig]) -> list[tuple[str, ...]]:
+    """Return the names of the ranks of each data-parallel group."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, worker in workers.items():
+        if group := worker.data_parallel_group:
+            found[group] = (*found.get(group, ()), name)
+    return list(found.values())
 
 
 def before_on_gpu(workers: Mapping[str, WorkerConfig], name: str) -> list[str]:

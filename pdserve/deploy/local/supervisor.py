@@ -16,7 +16,6 @@ import os
 import signal
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,8 +27,9 @@ from pdserve.config import MOVE_S, UNPIN_S, RouterConfig, WorkerConfig, refuse, 
 from pdserve.deploy.crash_loops import REPORT_EVERY_S, report_crash_loops
 from pdserve.deploy.local import specs
 from pdserve.deploy.local.follower import Change, LoadFollower
+from pdserve.deploy.local.groups import RankGroup
 from pdserve.deploy.local.progress import StartProgress
-from pdserve.deploy.local.restarts import Restarts, death_reason
+from pdserve.deploy.local.restarts import Restarts, SupervisedProcess
 from pdserve.deploy.scaling.load import RouterLoads
 from pdserve.errors import PdserveError
 from pdserve.model.hub import with_directories
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from pdserve.config import Config
     from pdserve.deploy.local.display import Display
-    from pdserve.process.forkserver import Process
 
 C = TypeVar("C", RouterConfig, WorkerConfig)
 
@@ -81,42 +80,6 @@ def vllm_forkserver(run_dir: Path) -> ForkServer | None:
         return None
     preload = entry_point(PROCESSES, "vllm-preload").value
     return ForkServer(preload, run_dir / "forkserver.log")
-
-
-@dataclass(slots=True)
-class SupervisedProcess:
-    """A router or a worker across its restarts. `process` is None while no process runs. `facts`
-    are its addresses, which are known once it has been ready. A child that is not `wanted` must
-    end before `leaves_by`. A `warm` worker has loaded its model and takes no requests."""
-
-    name: str
-    log: Path
-    restarts: Restarts
-    process: Process | None = None
-    pid: int = 0
-    facts: dict[str, str] = field(default_factory=dict)
-    known: asyncio.Event = field(default_factory=asyncio.Event)
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    leaves_by: float = 0.0
-    warm: bool = False
-    ready_at: float | None = None
-    failure: str = ""
-    reports: int = 0
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal if the process is alive."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.process is not None:
-                self.process.send_signal(number)
-
-    def died(self, code: int) -> float:
-        """Count a death. Return the pause before the restart in seconds."""
-        served_s = 0.0 if self.ready_at is None else time.monotonic() - self.ready_at
-        return self.restarts.died(served_s, death_reason(code, self.failure, self.log))
-
-    @property
-    def is_crash_looping(self) -> bool:
-        return self.restarts.is_crash_looping and (self.process is None or self.ready_at is None)
 
 
 class Supervisor:
@@ -156,6 +119,10 @@ class Supervisor:
             name: SupervisedProcess(name, self._run_dir / f"{name}.log", Restarts(pause_s))
             for name in names
         }
+        self._groups: dict[str, RankGroup] = {}  # by the name of each rank
+        for ranks in specs.groups_of(self._workers):
+            group = RankGroup([self._children[name] for name in ranks])
+            self._groups |= dict.fromkeys(ranks, group)
         for name in (*self._routers, *(x for p in self._pools for x in p.names[: p.least])):
             self._children[name].wanted.set()
         self._keep_warm()
@@ -380,7 +347,19 @@ class Supervisor:
             await asyncio.sleep(pause_s)
 
     async def _run(self, child: SupervisedProcess) -> int:
-        """Run a process to its end, and return its exit code, or minus the signal that ended it."""
+        """Run a process to its end, and return its exit code, or minus the signal that ended it. A
+        rank of a data-parallel group starts and ends with the others."""
+        group = self._groups.get(child.name)
+        if group is None:
+            return await self._run_process(child)
+        await group.meet()
+        try:
+            return await self._run_process(child)
+        finally:
+            if self._is_serving and not self._is_stopping:
+                await group.end_with(child, QUICK_STOP_S)
+
+    async def _run_process(self, child: SupervisedProcess) -> int:
         child.ready_at, child.failure = None, ""
         is_worker = child.name in self._workers
         config = self._run_dir / f"{child.name}.yaml"
@@ -404,6 +383,8 @@ class Supervisor:
         if child.name in self._workers:
             worker = self._workers[child.name]
             worker = replace(worker, routers=self._addresses(), warm=child.warm)
+            if child.name in self._groups:
+                worker = replace(worker, data_parallel_port=self._groups[child.name].port)
             return {"worker": to_mapping(worker)}
         router = self._routers[child.name]
         if child.facts:  # a router that is restarted keeps its ports

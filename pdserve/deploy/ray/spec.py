@@ -203,6 +203,8 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
         for role, pool in model.by_role().items():
             if pool.gpus:
                 refuse(f"{at}.{role}.gpus", "is not possible with --on ray, which chooses GPUs")
+            if pool.data_parallel_size > 1:
+                refuse(f"{at}.{role}.data_parallel_size", "must be 1 with --on ray")
             args = config.worker.engine_args | model.engine_args | pool.engine_args
             ranks = args.get("tensor_parallel_size", 1)
             if gpus and ranks != gpus:

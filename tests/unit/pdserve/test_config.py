@@ -21,6 +21,7 @@ from pdserve.errors import ConfigError
 from pdserve.types import Role
 
 # Of an engine over two nodes.
+RANK, DP = "data_parallel_size: 2, data_parallel_group: decode-0", "data_parallel_size: 2"
 TWO, TP = "nnodes: 2, master_addr: 10.0.0.1", "engine_args: {tensor_parallel_size: 2}"
 
 
@@ -55,6 +56,28 @@ TWO, TP = "nnodes: 2, master_addr: 10.0.0.1", "engine_args: {tensor_parallel_siz
         (f"worker: {{{TWO}, {TP}, engine: fake}}", "worker.nnodes", "with the engine fake"),
         (f"worker: {{{TWO}, {TP}, kv: {{connector: nixl}}}}", "worker.nnodes", "connector nixl"),
         (f"worker: {{{TWO}, {TP}, kv: {{tiers: {{host_gib: 1}}}}}}", "worker.nnodes", "kv.tiers"),
+        ("worker: {data_parallel_rank: 1}", "worker.data_parallel_rank", "below data_parallel"),
+        ("worker: {data_parallel_size: 2}", "worker.data_parallel_group", "must be set exactly"),
+        (f"worker: {{{RANK}, role: pooling}}", "worker.data_parallel_size", "for pooling"),
+        (f"worker: {{{RANK}, {TWO}, {TP}}}", "worker.data_parallel_size", "nnodes above 1"),
+        (f"worker: {{{RANK}, kv: {{connector: nixl}}}}", "worker.data_parallel_size", "nixl"),
+        (
+            f"worker: {{{RANK}, kv: {{tiers: {{host_gib: 1}}}}}}",
+            "worker.data_parallel_size",
+            "tiers",
+        ),
+        ("up: {pooling: {data_parallel_size: 2}}", "up.pooling.data_parallel_size", "must be 1"),
+        (f"up: {{decode: {{{DP}, max_workers: 2}}}}", "up.decode.max_workers", "must be 0 with"),
+        (
+            f"up: {{decode: {{{DP}}}, scaling: {{to_zero_after_s: 9}}}}",
+            "up.scaling.to_zero_after_s",
+            "start and end as one",
+        ),
+        (
+            f"{{up: {{decode: {{{DP}}}}}, router: {{roles: {{auto: true}}}}}}",
+            "router.roles.auto",
+            "keep their role",
+        ),
         ("up: {decode: {workers: 0}}", "up.decode.workers", "at least 1"),
         ("up: {prefill: {workers: 0}, decode: {workers: 0}}", "up.prefill.workers", "one worker"),
         ("router: {http_port: 1, http_port: 2}", "http_port", "written twice"),

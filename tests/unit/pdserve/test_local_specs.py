@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.config import (
     Config,
     RoleConfig,
     RouterConfig,
+    ScaledRoleConfig,
     UnusedRoleConfig,
     UpConfig,
     WorkerConfig,
@@ -20,9 +23,11 @@ from pdserve.deploy.local.progress import StartProgress
 from pdserve.deploy.local.specs import (
     before_on_gpu,
     core_pools,
+    groups_of,
     router_configs,
     share_cores,
     worker_configs,
+    worker_pools,
 )
 from pdserve.errors import ConfigError
 from pdserve.net.sockets import reachable
@@ -298,3 +303,51 @@ def test_a_start_is_given_up_for_want_of_progress_alone() -> None:
     assert progress.stuck({"b": (2, 990)}, 20.0) == []
     now += 10
     assert progress.stuck({"b": (2, 990), "c": (0, 0)}, 20.0) == ["b"]
+
+
+def test_a_data_parallel_group_has_a_worker_for_each_rank() -> None:
+    up = UpConfig(decode=ScaledRoleConfig(workers=2, data_parallel_size=2))
+    config = Config(up=up)
+    workers = worker_configs(config, range(8))
+    assert {
+        name: (x.data_parallel_rank, x.data_parallel_size, x.data_parallel_group)
+        for name, x in workers.items()
+    } == {
+        "prefill-0": (0, 1, ""),
+        "decode-0": (0, 2, "decode-0"),
+        "decode-1": (1, 2, "decode-0"),
+        "decode-2": (0, 2, "decode-2"),
+        "decode-3": (1, 2, "decode-2"),
+    }
+    assert groups_of(workers) == [("decode-0", "decode-1"), ("decode-2", "decode-3")]
+    assert {pool.role: (len(pool.names), pool.least) for pool in worker_pools(config)} == {
+        Role.PREFILL: (1, 1),
+        Role.DECODE: (4, 4),
+        Role.AGGREGATED: (0, 0),
+        Role.POOLING: (0, 0),
+    }
+
+
+def test_each_rank_of_a_group_has_its_own_gpus() -> None:
+    ranks = ScaledRoleConfig(
+        data_parallel_size=2, gpus=(0, 1, 2, 3), engine_args={"tensor_parallel_size": 2}
+    )
+    config = Config(up=UpConfig(prefill=ScaledRoleConfig(gpus=(0,)), decode=ranks))
+    gpus = dict.fromkeys(range(4), range(8))
+    workers = worker_configs(config, range(8), gpus)
+    assert [workers[f"decode-{i}"].gpus for i in range(2)] == [(0, 1), (2, 3)]
+    few = Config(up=replace(config.up, decode=replace(ranks, gpus=(1, 2))))
+    with pytest.raises(ConfigError, match="each rank needs GPUs of its own") as caught:
+        worker_configs(few, range(8), gpus)
+    assert caught.value.field == "up.decode.data_parallel_size"
+
+
+def test_the_configuration_of_a_large_model_with_experts_in_the_documents_is_valid() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "deploy.md").read_text("utf-8")
+    text = page.partition("## A model with experts")[2].partition("```yaml")[2].partition("```")[0]
+    workers = worker_configs(
+        parse(Config, read_yaml(text, "deploy.md")), range(48), dict.fromkeys(range(24), range(48))
+    )
+    prefill, decode = groups_of(workers)
+    assert [workers[name].gpus for name in prefill] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [workers[name].gpus for name in decode] == [(gpu,) for gpu in range(8, 24)]

@@ -142,3 +142,8 @@ def test_a_worker_over_several_nodes_takes_its_share_of_each() -> None:
     assert spec.workers["prefill"].nnodes == 1
     with pytest.raises(ConfigError, match=r"^up\.decode\.nnodes: .*with the engine fake"):
         spec_of(**ranks)
+
+
+def test_a_data_parallel_group_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^up\.decode\.data_parallel_size: must be 1"):
+        spec_of(up__decode__data_parallel_size=2)

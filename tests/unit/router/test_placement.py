@@ -90,6 +90,22 @@ def test_a_blind_worker_among_busy_ones_does_not_attract_all_traffic() -> None:
     assert len(set(placed)) == 4
 
 
+def in_group(member: Member) -> Member:
+    return replace(member, info=replace(member.info, group="d0"))
+
+
+def test_the_rank_of_a_group_with_the_fewest_tokens_gets_a_request() -> None:
+    few_long, many_short = WorkerLoad(0, 1, 0.4, 60), WorkerLoad(0, 6, 0.1, 90)
+    ranks = [worker("d0", few_long), worker("d1", many_short)]
+    assert place([worker("p"), *ranks]) == ("p", "d0")
+    assert place([worker("p"), *map(in_group, ranks)]) == ("p", "d1")
+
+
+def test_the_rank_of_a_group_without_a_slot_is_passed_over() -> None:
+    ranks = [worker("d0", WorkerLoad(0, 8, 0.0, 100)), worker("d1", WorkerLoad(0, 7, 0.1, 90))]
+    assert place([worker("p"), *map(in_group, ranks)]) == ("p", "d1")
+
+
 def test_a_request_waits_while_no_decode_worker_has_room() -> None:
     decode = worker("d")
     charge = Charge(decode, kv_tokens=1600 - 160)

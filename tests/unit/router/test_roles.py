@@ -262,5 +262,8 @@ def test_the_worker_with_the_least_work_is_moved() -> None:
     members = [member("p0"), busy, calm, member("d2", decoding(0), draining=True)]
     for failed, expected in (((), calm), (("d1",), busy), (("d0", "d1"), calm)):
         assert spare_for(members, Role.PREFILL, failed) is expected
+    # A rank of a data-parallel group stays.
+    calm.info = replace(calm.info, group="d0")
+    assert spare_for(members, Role.PREFILL, ()) is busy
     # The only one of its role stays.
     assert spare_for(members, Role.DECODE, ()) is None

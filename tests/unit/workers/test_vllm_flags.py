@@ -95,7 +95,7 @@ def test_a_token_of_the_hub_stays_out_of_the_configuration() -> None:
         ("m --reasoning-parser qwen3", "--reasoning-parser: pdserve's router does not"),
         ("m --decode.port 1", "--decode.port: pdserve's router does not"),
         ("m --kv-transfer-config {}", "--kv-transfer-config: pdserve sets this engine argument"),
-        ("m --data-parallel-size 2", "--data-parallel-size: pdserve sets this engine argument"),
+        ("m --data-parallel-rank 1", "--data-parallel-rank: pdserve sets this engine argument"),
         ("--prefill.enforce-eager m", "put MODEL before it"),
         ("--max-num-seqs 4", "MODEL is required"),
     ],
@@ -104,3 +104,9 @@ def test_an_invalid_flag_is_refused_with_vllms_message(line: str, message: str) 
     with pytest.raises(ConfigError) as caught:
         read_line(line)
     assert message in caught.value.message
+
+
+def test_the_size_of_a_data_parallel_group_is_of_a_role() -> None:
+    up = config_of("m -dp 2 --decode.data-parallel-size 4 --enable-expert-parallel").up
+    roles = (up.prefill, up.decode, up.aggregated, up.pooling)
+    assert [role.data_parallel_size for role in roles] == [2, 4, 2, 1]

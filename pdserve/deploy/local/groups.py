@@ -1,0 +1,63 @@
+"""Data-parallel groups of `pdserve up`. Their ranks start and end as one: none computes without the
+others."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.deploy.local.restarts import SupervisedProcess
+
+_POLL_S = 0.05
+_HOST = "127.0.0.1"
+
+
+class RankGroup:
+    """One group. State: the port where its ranks meet, another one at each start, because the last
+    one may still be in use."""
+
+    def __init__(self, ranks: Sequence[SupervisedProcess]) -> None:
+        self._ranks = ranks
+        self._waiting = 0
+        self._meeting: asyncio.Future[None] | None = None
+        self.port = 0
+
+    async def meet(self) -> None:
+        """Return once every rank is about to start."""
+        if self._meeting is None:
+            self._meeting = asyncio.get_running_loop().create_future()
+        meeting, self._waiting = self._meeting, self._waiting + 1
+        if self._waiting == len(self._ranks):
+            self.port, self._waiting, self._meeting = _free_ports(), 0, None
+            meeting.set_result(None)
+        await asyncio.shield(meeting)
+
+    async def end_with(self, ended: SupervisedProcess, grace_s: float) -> None:
+        """End the other ranks, after `ended` has. Those that serve notice it and fail by
+        themselves, within `grace_s`."""
+        kill_at = time.monotonic() + grace_s
+        while left := [x for x in self._ranks if x is not ended and x.process is not None]:
+            is_late = time.monotonic() >= kill_at
+            for rank in left:
+                if is_late or rank.ready_at is None:
+                    rank.send(signal.SIGKILL)
+            await asyncio.sleep(_POLL_S)
+
+
+def _free_ports() -> int:
+    """Return a free port whose next one is free, too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind((_HOST, 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind((_HOST, port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port

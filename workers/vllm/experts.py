@@ -1,0 +1,79 @@
+"""Expert layers on a CPU, in the processes that run the model. Tested with vLLM 0.32.0
+(vllm/distributed/device_communicators/cpu_communicator.py,
+vllm/model_executor/layers/fused_moe/experts/cpu_moe.py)."""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def mend_experts(_worker: Any) -> None:
+    """Let ranks share expert layers. Idempotent.
+
+    vLLM's CPU communicator lacks the two operations that bring tokens to the ranks of their experts
+    and back. The CPU kernel takes the ids of all experts for ids of those that this rank has, and
+    reads beyond its weights.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for name, operation in (("all_gatherv", _all_gatherv), ("reduce_scatterv", _reduce_scatterv)):
+        if name not in vars(CpuCommunicator):
+            setattr(CpuCommunicator, name, operation)
+    apply = CPUUnquantizedExperts.apply
+    if hasattr(apply, "__wrapped__"):
+        return
+    signature = inspect.signature(apply)
+
+    @wraps(apply)
+    def mended(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        own_of = given.arguments["expert_map"]  # by the id in the whole model; -1: not here
+        if own_of is not None:
+            ids, weights = given.arguments["topk_ids"], given.arguments["topk_weights"]
+            own = own_of[ids.long()]
+            given.arguments["topk_ids"] = own.clamp(min=0).to(ids.dtype)
+            given.arguments["topk_weights"] = weights.masked_fill(own < 0, 0.0)
+        apply(*given.args, **given.kwargs)
+
+    CPUUnquantizedExperts.apply = mended
+
+
+def _all_gatherv(
+    self: Any,
+    input_: torch.Tensor | list[torch.Tensor],
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> torch.Tensor | list[torch.Tensor]:
+    """Return the rows of all ranks, of which each rank has its number in `sizes`."""
+    if isinstance(input_, list):
+        return [_all_gatherv(self, each, dim, sizes) for each in input_]  # type: ignore[misc]
+    assert dim == 0
+    parts = [
+        input_.new_empty((size, *input_.shape[1:]))
+        for size in sizes or [len(input_)] * self.world_size
+    ]
+    parts[self.rank_in_group].copy_(input_)
+    for rank, part in zip(self.ranks, parts, strict=True):
+        distributed.broadcast(part, src=rank, group=self.device_group)
+    return torch.cat(parts)
+
+
+def _reduce_scatterv(
+    self: Any, input_: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return this rank's rows of the sum over all ranks."""
+    assert dim == 0
+    counts = list(sizes or [len(input_) // self.world_size] * self.world_size)
+    total = input_.clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(total, group=self.device_group)
+    start = sum(counts[: self.rank_in_group])
+    return total[start : start + counts[self.rank_in_group]]

@@ -1,0 +1,184 @@
+"""Connections between the ranks of a data-parallel group: rank 0 accepts one from each other rank.
+
+They carry the starts of waves (workers/vllm/lockstep.py) and the end of the group. If a connection
+ends before that, each rank knows that another has died, also while no rank computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from pdserve.net.sockets import detect_dead_peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_JOIN_S = 30.0
+_DEAD_PEER_S = 10
+_TOKEN_BYTES, _PORT_BYTES = 16, 2
+# What a message says, and a number: of the wave, or of a rank.
+_MESSAGE = struct.Struct("!cQ")
+_WAVE, _LEAVING, _LOST, _END = b"w", b"l", b"x", b"e"
+
+
+class GroupLinks:
+    """The links of one rank. State: the last wave that another rank has started, the ranks that
+    want to end, and the first rank that was lost. A thread reads the links, any thread looks.
+
+    The group ends as one: a rank that wants to end serves the others until all do.
+    """
+
+    def __init__(
+        self,
+        group: distributed.ProcessGroup,
+        host: str,
+        *,
+        rank: int,
+        size: int,
+        wake: Callable[[], None],
+    ) -> None:
+        """Connect all `size` ranks of `group`, whose rank 0 listens on `host`. A thread calls
+        `wake` after each change. Raises OSError."""
+        self._rank, self._size, self._wake = rank, size, wake
+        self.wave = -1
+        self.lost: int | None = None
+        self.has_ended = False
+        self._leaving: set[int] = set()
+        self._closing, self._changed = threading.Event(), threading.Event()
+        self._sending = threading.Lock()
+        self._links = self._listen(group, host) if rank == 0 else self._join(group, host)
+        threading.Thread(target=self._read, name="group-links", daemon=True).start()
+
+    def _listen(self, group: distributed.ProcessGroup, host: str) -> dict[int, socket.socket]:
+        with socket.create_server((host, 0), backlog=self._size) as listener:
+            token, port = secrets.token_bytes(_TOKEN_BYTES), listener.getsockname()[1]
+            _share(group, token + port.to_bytes(_PORT_BYTES))
+            links: dict[int, socket.socket] = {}
+            deadline = time.monotonic() + _JOIN_S
+            while len(links) < self._size - 1:
+                listener.settimeout(max(0.001, deadline - time.monotonic()))
+                link, _ = listener.accept()
+                link.settimeout(_JOIN_S)
+                hello = link.recv(_TOKEN_BYTES + _PORT_BYTES, socket.MSG_WAITALL)
+                if not secrets.compare_digest(hello[:_TOKEN_BYTES], token):
+                    link.close()
+                    continue
+                links[int.from_bytes(hello[_TOKEN_BYTES:])] = _ready(link)
+        return links
+
+    def _join(self, group: distributed.ProcessGroup, host: str) -> dict[int, socket.socket]:
+        shared = _share(group, bytes(_TOKEN_BYTES + _PORT_BYTES))
+        token, port = shared[:_TOKEN_BYTES], int.from_bytes(shared[_TOKEN_BYTES:])
+        link = socket.create_connection((host, port), _JOIN_S)
+        link.sendall(token + self._rank.to_bytes(_PORT_BYTES))
+        return {0: _ready(link)}
+
+    def start_wave(self, number: int) -> None:
+        """Tell all other ranks that a wave has started."""
+        self._send(self._links, _WAVE, number)
+
+    def leave(self) -> None:
+        """Say that this rank wants to end. Idempotent."""
+        if self._rank == 0:
+            self._note_leaving(0)
+        elif not self._leaving:
+            self._leaving.add(self._rank)
+            self._send(self._links, _LEAVING, self._rank)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a change since the last call."""
+        self._changed.wait(timeout_s)
+        self._changed.clear()
+
+    def close(self) -> None:
+        """Close the links. Ranks that have not agreed to end take this one for lost."""
+        self._closing.set()
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes it
+
+    def _send(self, ranks: Iterable[int], what: bytes, number: int) -> None:
+        message = _MESSAGE.pack(what, number)
+        with self._sending:
+            for rank in ranks:
+                with contextlib.suppress(OSError):  # its end is noticed by the thread
+                    self._links[rank].sendall(message)
+
+    def _read(self) -> None:
+        ranks = {link.fileno(): rank for rank, link in self._links.items()}
+        poll = select.poll()
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLIN)
+        while ranks:
+            for descriptor, _ in poll.poll():
+                rank = ranks[descriptor]
+                try:
+                    message = self._links[rank].recv(_MESSAGE.size, socket.MSG_WAITALL)
+                except OSError:
+                    message = b""
+                if len(message) == _MESSAGE.size:
+                    self._take(rank, *_MESSAGE.unpack(message))
+                    continue
+                poll.unregister(descriptor)
+                del ranks[descriptor]
+                self._note_lost(rank)
+        for link in self._links.values():
+            link.close()
+
+    def _take(self, sender: int, what: bytes, number: int) -> None:
+        if what == _WAVE:
+            self.wave = max(self.wave, number)
+            self._send(self._others(sender), _WAVE, number)
+        elif what == _LEAVING:
+            self._note_leaving(number)
+        elif what == _LOST:
+            self._note_lost(number)
+        else:
+            self.has_ended = True
+        self._note_change()
+
+    def _others(self, sender: int) -> list[int]:
+        return [rank for rank in self._links if rank != sender] if self._rank == 0 else []
+
+    def _note_leaving(self, rank: int) -> None:
+        with self._sending:
+            self._leaving.add(rank)
+            is_last = len(self._leaving) == self._size and not self.has_ended
+        if is_last:
+            self._send(self._links, _END, 0)
+            self.has_ended = True
+
+    def _note_lost(self, rank: int) -> None:
+        if self._closing.is_set() or self.has_ended or self.lost is not None:
+            return
+        self.lost = rank
+        self._send(self._others(rank), _LOST, rank)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._wake()
+
+
+def _share(group: distributed.ProcessGroup, of_first: bytes) -> bytes:
+    """Return the bytes of rank 0, if all others give zeros: the sum, as `group` may only reduce."""
+    values = torch.tensor(list(of_first), dtype=torch.int32)
+    distributed.all_reduce(values, group=group)
+    return bytes(values.tolist())
+
+
+def _ready(link: socket.socket) -> socket.socket:
+    link.settimeout(None)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    detect_dead_peer(link, _DEAD_PEER_S)
+    return link
