@@ -188,7 +188,8 @@ locks: $(RELEASE)/installed ## look up the hashes of all pins in requirements/*.
 			$$([[ $$lock != *-cpu.lock ]] || echo --default-index $(TORCH_INDEX)) -; } > $$lock.new; \
 		mv $$lock.new $$lock; \
 	done
-	@for image in router,cpu,'--extra=kubernetes --extra=postgres --extra=s3' worker,gpu,--extra=gguf; do IFS=, read -r name of more <<< $$image; \
+	@for image in router,cpu,'--extra=kubernetes --extra=postgres --extra=s3' worker,gpu,--extra=gguf \
+			worker-cpu,cpu,'--extra=cpu --extra=gguf --overrides=requirements/cpu-overrides.txt'; do IFS=, read -r name of more <<< $$image; \
 		lock=requirements/$$name-image.lock; \
 		{ echo "# What deploy/Dockerfile installs in the $$name's image, as $$of.lock has it: make locks"; \
 			$(UV) --extra otlp $$more -c requirements/$$of.lock pyproject.toml; } > $$lock.new; \

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from jsonschema import Draft4Validator
 
+from pdserve import __version__
 from pdserve.cli import build_parser
 from pdserve.cli.options import KEY_FILE_VARIABLE, config_from
 from pdserve.config import MOVE_S, UNPIN_S, Config
@@ -246,6 +247,18 @@ def test_the_overlay_of_the_docs_changes_what_it_says(base: Found, tmp_path: Pat
         assert spec["replicas"] == replicas
         assert container["image"].startswith("registry.example/pdserve-")
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (role != "router")
+
+
+def test_a_cluster_on_a_laptop_has_workers_for_cpus(tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY.parent, tmp_path / "deploy")
+    (tmp_path / "laptop").mkdir()
+    path = tmp_path / "laptop/kustomization.yaml"
+    path.write_text(shown("laptop/kustomization.yaml"))
+    found = render(path.parent)
+    for role, image in (("router", "router"), ("prefill", "worker-cpu"), ("decode", "worker-cpu")):
+        (container,) = pod_of(found, role)["containers"]
+        assert container["image"] == f"pdserve-{image}:{__version__}"
+        assert found["Deployment", f"pdserve-{role}"]["spec"]["replicas"] == 1
 
 
 def test_tls_has_certificates_where_the_configuration_looks_for_them(tmp_path: Path) -> None:

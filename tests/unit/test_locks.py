@@ -19,6 +19,7 @@ EXTRAS = {
     "gpu": ("gpu", "gguf", "nixl", "otlp", "postgres", "s3", "dev"),
     "router-image": ("kubernetes", "otlp", "postgres", "s3"),
     "worker-image": ("gguf", "otlp"),
+    "worker-cpu-image": ("cpu", "gguf", "otlp"),
 }
 
 
@@ -55,7 +56,13 @@ def test_a_lock_meets_every_requirement_of_the_project(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "whole"),
-    [("router-image", "cpu"), ("worker-image", "gpu"), ("torch", "cpu"), ("build", "cpu")],
+    [
+        ("router-image", "cpu"),
+        ("worker-cpu-image", "cpu"),
+        ("worker-image", "gpu"),
+        ("torch", "cpu"),
+        ("build", "cpu"),
+    ],
 )
 def test_a_part_of_a_lock_has_its_pins(part: str, whole: str) -> None:
     pins = pins_of(whole)
@@ -76,7 +83,7 @@ def test_installations_from_a_lock_check_hashes() -> None:
     assert {x for x in installs if " -r" in x} == set()
     docker = (ROOT / "deploy/Dockerfile").read_text("utf-8")
     locked = re.findall(r"pip install[^&]*--require-hashes -r \S*/(\S+)\.lock", docker)
-    assert locked == ["build", "router-image", "build", "worker-image"]
+    assert locked == ["build", "router-image", "$lock", "worker-cpu-image", "build", "worker-image"]
     ray = yaml.safe_load((ROOT / "deploy/ray/cluster.yaml").read_text("utf-8"))
     locked_command, project = ray["setup_commands"]
     assert locked_command.endswith("--no-deps --require-hashes -r gpu.lock -r ray.lock")

@@ -11,7 +11,7 @@ from packaging.version import Version
 from pdserve import __version__
 from tests.support.commands import ROOT
 
-IMAGE = re.compile(r'pdserve-(?:router|worker)(?::|, newTag: ")(\d[\w.]*)')
+IMAGE = re.compile(r'pdserve-(?:router|worker|worker-cpu)(?::|, newTag: ")(\d[\w.]*)')
 TAGGED = ("kubernetes/base/kustomization.yaml", "helm/pdserve/values.yaml")
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
