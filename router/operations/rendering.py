@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RENDER_TIMEOUT_S = 30.0
+# As long as the process that renders may take to start on a busy machine: a worker is ready before
+# it has loaded. A request waits until its own deadline only.
+RENDER_TIMEOUT_S = 120.0
 # Workers asked for one prompt, if they are busy or fail.
 _TRIES = 3
 # Of all processed images of one prompt: a command to a worker may have 64 MiB.

@@ -48,24 +48,29 @@ def check_kind(name: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         if not KINDS[name].processor or find_spec("torchvision"):
             return asyncio.run(_run(Path(folder) / "model", name))
-        lock = (ROOT / "requirements" / "torchvision-cpu.lock").read_text("utf-8")
-        version = re.search(r"^torchvision==([\d.]+)", lock, re.MULTILINE)
-        assert version is not None
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder]
-        subprocess.run([*pip, f"torchvision=={version[1]}"], check=True, timeout=_LIMIT_S)
-        path = os.pathsep.join(
-            [str(ROOT / "tests" / "support" / "torchvision_without_cuda"), folder]
-        )
         done = subprocess.run(
             [sys.executable, "-m", __spec__.name, "--json", name],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": install_torchvision(folder)},
             stdout=subprocess.PIPE,
             check=True,
             timeout=_LIMIT_S,
         )
         found: dict[str, str] = json.loads(done.stdout)
         return found
+
+
+def install_torchvision(folder: str) -> str:
+    """Install torchvision into a folder, and return the PYTHONPATH with which it can be imported
+    with a torch without CUDA. Raises CalledProcessError if the package index does not have it."""
+    lock = (ROOT / "requirements" / "torchvision-cpu.lock").read_text("utf-8")
+    version = re.search(r"^torchvision==([\d.]+)", lock, re.MULTILINE)
+    assert version is not None
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder]
+    subprocess.run([*pip, f"torchvision=={version[1]}"], check=True, timeout=_LIMIT_S)
+    return os.pathsep.join(
+        [str(ROOT / "tests" / "support" / "torchvision_without_cuda"), folder, str(ROOT)]
+    )
 
 
 async def _run(directory: Path, name: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     import http.client
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 # Long enough that no pause of a busy machine expires a lease. Not longer, because the workers of a
@@ -46,6 +46,7 @@ class UpProcess:
         command: str = "up",
         python: str = sys.executable,
         cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.ready_path = directory / "ready.json"
         self._heard = threading.Condition()
@@ -64,6 +65,7 @@ class UpProcess:
         self.process = subprocess.Popen(
             [python, *words],
             cwd=cwd,
+            env=env,
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
