@@ -26,7 +26,7 @@ from tests.support.timeouts import START_S, WAIT_S
 from workers.vllm.settings import DataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -46,7 +46,7 @@ def _free_port() -> int:
         return port
 
 
-async def _group(model: Path, leave_s: float = WAIT_S) -> list[EngineProcess]:
+async def _group(model: Path, env: Mapping[str, str] | None = None) -> list[EngineProcess]:
     """Start two ranks, each with half of the experts."""
     port, kv = _free_port(), ConnectorConfig(transports=("shm", "tcp"))
     ranks = []
@@ -54,8 +54,8 @@ async def _group(model: Path, leave_s: float = WAIT_S) -> list[EngineProcess]:
         one = settings(
             model, kv=kv, instance_id=f"rank-{rank}", enable_expert_parallel=True, **_ARGS
         )
-        ranks.append(replace(one, group=DataParallel(2, rank, port, leave_s)))
-    return await asyncio.gather(*(EngineProcess.start(each) for each in ranks))
+        ranks.append(replace(one, group=DataParallel(2, rank, port, WAIT_S)))
+    return await asyncio.gather(*(EngineProcess.start(each, env=env) for each in ranks))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -69,7 +69,9 @@ async def plain(model: Path) -> AsyncIterator[EngineProcess]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def ranks(model: Path) -> AsyncIterator[list[EngineProcess]]:
-    engines = await _group(model)
+    """Start ranks with asynchronous scheduling, as on a GPU; those of the other tests have none."""
+    engines = await _group(model, {"PDSERVE_TEST_ASYNC_SCHEDULING": "1"})
+    assert {x.info.settings["async_scheduling"] for x in engines} == {"True"}
     yield engines
     for engine in engines:
         await engine.kill()
