@@ -421,14 +421,17 @@ class HandoffStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """The endpoint of a worker's KV transfers. `addresses`: by tensor-parallel rank. Only workers
-    with equal `compatibility` exchange KV; `layout` explains its value."""
+    """The endpoint of a worker's KV transfers. `addresses`: by rank, stage after stage of a
+    pipeline, in each by tensor-parallel rank. `stage_layers`: how many layers of each KV-cache
+    group each stage holds; empty if there is one stage. Only workers with equal `compatibility`
+    exchange KV; `layout` explains its value."""
 
     addresses: tuple[str, ...]
     compatibility: str
     layout: Mapping[str, str]
     transports: tuple[str, ...]
     handoff: HandoffStyle = HandoffStyle.CONCURRENT
+    stage_layers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,6 +292,14 @@ def account_from_pb(message: w.Account) -> t.Account:
     return _account_from_pb(message)
 
 
+def stages_to_pb(stages: Iterable[Iterable[int]]) -> list[w.StageLayers]:
+    return [w.StageLayers(layers=layers) for layers in stages]
+
+
+def stages_from_pb(messages: Iterable[w.StageLayers]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(message.layers) for message in messages)
+
+
 _KV = _codec(
     t.KvEndpoint,
     w.KvEndpoint,
@@ -299,6 +307,7 @@ _KV = _codec(
     layout=_MAP,
     transports=_TUPLE,
     handoff=(str, t.HandoffStyle),
+    stage_layers=(stages_to_pb, stages_from_pb),
 )
 worker_to_pb, _worker_from_pb = _codec(
     t.WorkerInfo,

@@ -70,7 +70,8 @@ class PrefillPhase:
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """Receive KV and first token from the worker at `producer_addresses`, then continue.
+    """Receive KV and first token from the worker at `producer_addresses`, then continue. A producer
+    with several pipeline stages has told `producer_stage_layers` (KvEndpoint).
 
     If decode starts only after prefill, `kv_handle` comes from the prefill's last delta, and the
     first token is in `resume_token_ids`. With `live` the producer has decoded all of
@@ -82,6 +83,7 @@ class DecodePhase:
     producer_instance_id: str
     kv_handle: bytes = field(default=b"", repr=False)
     live: bool = False
+    producer_stage_layers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

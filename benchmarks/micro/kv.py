@@ -185,12 +185,12 @@ class _Side:
         settings = read_extra_config({"transports": (way,)})
         region = KvRegion(self._address, self._memory.size, geometry)
         # Blocks have one token here, because their content does not matter.
-        plan = CopyPlan((Shard(1, page, KvGroup(0, 1)),))
+        plan = CopyPlan((Shard(1, page, KvGroup(0, 1), (1,)),))
         peers = Peers(
             settings,
             self._role,
             make(settings),
-            local=LocalKv((region,), self._memory),
+            local=LocalKv({0: region}, self._memory),
             compatibility="bench",
             plan=plan,
         )
@@ -223,7 +223,7 @@ class _Side:
     def receive(self, way: str, trip: int) -> float:
         """Run a transfer and return its duration in seconds."""
         half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, CONSUMER)
-        start = ConsumerStart(name, name, (self._peers[way],), PRODUCER, len(ids), [(0, ids)])
+        start = ConsumerStart(name, name, (self._peers[way],), PRODUCER, len(ids), {0: (0, ids)})
         begun = time.perf_counter()
         half.before_step(StepMetadata(starts=[start]))
         arrived = _has_results(half)

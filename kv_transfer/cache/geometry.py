@@ -55,14 +55,18 @@ class KvGeometry:
     def page_offset(self, layer: int, block: int) -> int:
         return self.offset_bytes + layer * self.layer_stride_bytes + block * self.block_stride_bytes
 
-    def narrowed(self, start: int, size: int) -> KvGeometry:
-        """Return the same blocks with each page cut to `size` bytes from `start`. Raises
-        KvTransferError if that range exceeds the page."""
+    def narrowed(self, layers: range, start: int, size: int) -> KvGeometry:
+        """Return the same blocks in some of the layers, with each page cut to `size` bytes from
+        `start`. Raises KvTransferError if the cache lacks these layers, or pages these bytes."""
+        if not 0 <= layers.start < layers.stop <= self.num_layers:
+            raise KvTransferError(f"layers {layers.start} to {layers.stop} of {self.num_layers}")
         if start < 0 or size <= 0 or start + size > self.page_bytes:
             raise KvTransferError(
                 f"bytes {start} to {start + size} of a page of {self.page_bytes} bytes"
             )
-        return replace(self, page_bytes=size, offset_bytes=self.offset_bytes + start)
+        moved = layers.start * self.layer_stride_bytes + start
+        offset = self.offset_bytes + moved
+        return replace(self, num_layers=len(layers), page_bytes=size, offset_bytes=offset)
 
     def to_list(self) -> list[int]:
         return list(astuple(self))
@@ -125,13 +129,28 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """The byte range to copy in each page of a group: `size` bytes from `source_start` in the
-    producer's page to `target_start` in the consumer's page. The pages may differ in length."""
+    """The byte range to copy in some pages of a group: `size` bytes from `source_start` in the
+    producer's page to `target_start` in the consumer's page. The pages may differ in length.
+
+    `layers` layers are copied, from `source_layer` of those that the producer holds to
+    `target_layer` of those that the consumer holds.
+    """
 
     group: int
     source_start: int
     target_start: int
     size: int
+    source_layer: int
+    target_layer: int
+    layers: int
+
+    @property
+    def source_layers(self) -> range:
+        return range(self.source_layer, self.source_layer + self.layers)
+
+    @property
+    def target_layers(self) -> range:
+        return range(self.target_layer, self.target_layer + self.layers)
 
 
 def compatibility(layout: Mapping[str, str]) -> str:

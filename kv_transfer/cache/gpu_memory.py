@@ -27,7 +27,7 @@ from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.settings import DEVICE_COPIES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from kv_transfer.cache.cuda_runtime import CudaRuntime
@@ -83,26 +83,29 @@ class DeviceRegion(KvRegion):
         self.heads = range(num_heads) if heads is None else heads
         self._layers = _stacked([_as_words(view) for view in views])
         self._head_bytes = split * tokens * content * first.element_size()
-        self._narrowed: dict[tuple[int, int], DeviceRegion] = {}
+        self._narrowed: dict[tuple[range, int, int], DeviceRegion] = {}
         self._cuda = cuda
         page = len(self.heads) * self._head_bytes
         count = blocks // split
         self.geometry = KvGeometry(len(views), count, page, count * page, page)
 
-    def narrowed(self, start: int, size: int) -> DeviceRegion:
-        """Return the region cut to `size` bytes from `start` of each page. Raises KvTransferError
-        if they are not whole heads."""
-        if (start, size) == (0, self.geometry.page_bytes):
+    def narrowed(self, layers: range, start: int, size: int) -> DeviceRegion:
+        """Return some layers of the region, cut to `size` bytes from `start` of each page. Raises
+        KvTransferError if the region lacks these layers, or the bytes are not whole heads."""
+        if (len(layers), start, size) == (len(self.views), 0, self.geometry.page_bytes):
             return self
-        if (found := self._narrowed.get((start, size))) is not None:
+        if (found := self._narrowed.get((layers, start, size))) is not None:
             return found
+        if not 0 <= layers.start < layers.stop <= len(self.views):
+            raise KvTransferError(f"layers {layers.start} to {layers.stop} of {len(self.views)}")
         (first, rest), (count, more) = (divmod(n, self._head_bytes) for n in (start, size))
         if rest or more or not 0 < count <= len(self.heads) - first:
             raise KvTransferError(f"bytes {start}-{start + size} of a page are not whole heads")
         begin = self.heads.start + first
-        made = DeviceRegion(self.views, self.split, range(begin, begin + count))
+        views = self.views[layers.start : layers.stop]
+        made = DeviceRegion(views, self.split, range(begin, begin + count))
         # Each chunk asks for its region: to make one takes as long as to enqueue a copy.
-        return self._narrowed.setdefault((start, size), made)
+        return self._narrowed.setdefault((layers, start, size), made)
 
     def enter_thread(self) -> None:
         """Select this GPU for the calling thread.
@@ -219,9 +222,10 @@ class DeviceRegion(KvRegion):
         """
         if not isinstance(source, DeviceRegion) or len(source_ids) != len(own_ids):
             raise KvTransferError(f"cannot copy {len(source_ids)} blocks to {len(own_ids)} places")
-        if source.geometry.page_bytes != self.geometry.page_bytes:
-            raise KvTransferError("the pages differ in size")
-        if not (source.geometry.has_blocks(source_ids) and self.geometry.has_blocks(own_ids)):
+        ours, theirs = self.geometry, source.geometry
+        if (ours.num_layers, ours.page_bytes) != (theirs.num_layers, theirs.page_bytes):
+            raise KvTransferError("the pages differ in number or size")
+        if not (theirs.has_blocks(source_ids) and ours.has_blocks(own_ids)):
             raise KvTransferError("a block id is outside its KV cache")
         layout = None if source._cuda is None else source.block_layout
         with _copying, self.side_stream():
@@ -354,6 +358,11 @@ def _as_words(view: torch.Tensor) -> torch.Tensor:
         except RuntimeError:
             continue
     raise UnsupportedLayout(f"a KV cache of {view.dtype} with strides {view.stride()}")
+
+
+def device_regions(regions: Mapping[int, KvRegion]) -> dict[int, DeviceRegion]:
+    """Return those of the regions that are in GPU memory: all, or none."""
+    return {n: region for n, region in regions.items() if isinstance(region, DeviceRegion)}
 
 
 def _stacked(views: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -33,7 +33,7 @@ if IS_COMPILED:
     from kv_transfer import _copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -105,12 +105,13 @@ class KvRegion:
     def size_bytes(self, blocks: int) -> int:
         return blocks * self.geometry.block_bytes
 
-    def narrowed(self, start: int, size: int) -> KvRegion:
-        """Return the same memory with each page cut to `size` bytes from `start`. Raises
-        KvTransferError if that range exceeds the page."""
-        if (start, size) == (0, self.geometry.page_bytes):
+    def narrowed(self, layers: range, start: int, size: int) -> KvRegion:
+        """Return some layers of the same memory, with each page cut to `size` bytes from `start`.
+        Raises KvTransferError if the cache lacks these layers, or pages these bytes."""
+        g = self.geometry
+        if (len(layers), start, size) == (g.num_layers, 0, g.page_bytes):
             return self
-        return KvRegion(self.address, self._size, self.geometry.narrowed(start, size))
+        return KvRegion(self.address, self._size, g.narrowed(layers, start, size))
 
     def enter_thread(self) -> None:
         """Prepare the calling thread. Each thread that copies or waits for a step calls it
@@ -245,7 +246,8 @@ class SharedMemory:
 
 
 class PeerMemory:
-    """Another worker's KV cache, mapped read-only: a region for each group. Released by `close`.
+    """Another worker's KV cache, mapped read-only: a region for each group that the worker holds
+    layers of. Released by `close`.
 
     The descriptor `fd` comes from a peer, so only a sealed memfd of the right size is mapped. The
     caller still owns `fd`. Raises OSError, ValueError, and UnsupportedLayout.
@@ -253,15 +255,14 @@ class PeerMemory:
     A thread faults the pages in, which takes 0.1 s a GiB: the first copy does not wait for it.
     """
 
-    def __init__(self, fd: int, size: int, geometries: Sequence[KvGeometry]) -> None:
+    def __init__(self, fd: int, size: int, geometries: Mapping[int, KvGeometry]) -> None:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ValueError("the memory may shrink")
         if (found := os.fstat(fd).st_size) != size:
             raise ValueError(f"the memory has {found} bytes, not {size}")
         self._map: mmap.mmap | None = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
-        regions = (KvRegion(address, size, geometry) for geometry in geometries)
-        self.regions: Sequence[KvRegion] = tuple(regions)
+        self.regions = {group: KvRegion(address, size, g) for group, g in geometries.items()}
         self._is_closed = threading.Event()
         self._prefault = threading.Thread(
             target=self._fault_in, args=(address, size), name="kv-prefault", daemon=True

@@ -67,10 +67,10 @@ class Driver:
         self.consumer: Consumer[Link] = Consumer(settings.receive_timeout_s)
         self.producer: Producer[Link] = Producer(
             plan=plan,
-            chunk_blocks=[
-                max(1, settings.chunk_bytes // region.geometry.block_bytes)
-                for region in local.regions
-            ],
+            chunk_blocks={
+                group: max(1, settings.chunk_bytes // region.geometry.block_bytes)
+                for group, region in local.regions.items()
+            },
             lease_s=settings.lease_s,
             heartbeat_s=settings.receive_timeout_s / 4,
         )

@@ -50,7 +50,7 @@ def _read(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
     writer = threading.Thread(target=_write, args=(link, driver), daemon=True, name="kv-write")
     receiving = _Receiving(link, driver)
     try:
-        driver.local.regions[0].enter_thread()
+        driver.local.memory.enter_thread()
         handshake()
         link.end_handshake()
         writer.start()
@@ -72,7 +72,7 @@ def _read(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
 def _write(link: Link, driver: Driver) -> None:
     """Send queued items that the driver could not send without waiting."""
     try:
-        driver.local.regions[0].enter_thread()
+        driver.local.memory.enter_thread()
         if link.producer is not None:
             with link.writing:
                 link.producer.open()
@@ -174,7 +174,7 @@ class _Receiving:
 
 
 def _digest(driver: Driver) -> None:
-    driver.local.regions[0].enter_thread()
+    driver.local.memory.enter_thread()
     in_flight: deque[tuple[Undigested[Link], float, BlockCopy]] = deque()
     ended_at = 0.0
     while (transfer_id := driver.undigested.get()) is not None:

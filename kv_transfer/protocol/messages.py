@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from kv_transfer.errors import ProtocolError
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_HANDSHAKE_BYTES = 64 << 10
 MAX_ID_CHARS = 256
@@ -86,13 +86,15 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """Blocks of the consumer in one KV-cache group.
 
     `block_ids` receive the blocks of the sequence from `first_block` on. `heads`: first KV head of
-    the model, number of heads, and number of heads before them in the consumer's page.
+    the model, number of heads, and number of heads before them in the consumer's page. `layers`:
+    the same of the group's layers, in the consumer's cache.
     """
 
     group: Count
     first_block: Count
     block_ids: list[Count]
     heads: list[Count]
+    layers: list[Count]
 
 
 class Subscribe(KvMessage, frozen=True):
@@ -114,7 +116,7 @@ class Subscribe(KvMessage, frozen=True):
     @property
     def num_items(self) -> int:
         """Return the number of integers in the subscription."""
-        return sum(len(each.block_ids) + len(each.heads) for each in self.groups)
+        return sum(len(g.block_ids) + len(g.heads) + len(g.layers) for g in self.groups)
 
     def locate(self, block: int) -> tuple[int, int]:
         """Return the position of block `block` of the subscription: (index in `groups`, index in

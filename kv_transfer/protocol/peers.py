@@ -15,7 +15,7 @@ from kv_transfer.protocol.link import Link
 from kv_transfer.protocol.link_threads import start_digester, start_reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kv_transfer.protocol.plan import CopyPlan
     from kv_transfer.protocol.transport import LocalKv, Transport
@@ -143,15 +143,15 @@ class Peers:
         self.links.add(link)
 
 
-def _warm_up(local: LocalKv, chunk_blocks: Sequence[int]) -> None:
+def _warm_up(local: LocalKv, chunk_blocks: Mapping[int, int]) -> None:
     """Copy some blocks of a cache on a GPU to themselves. The first use of a kernel loads its code,
     which may wait for the whole GPU."""
-    if (zeroed := local.regions[0].step_end()) is not None:
+    if (zeroed := local.memory.step_end()) is not None:
         # vLLM has just enqueued zeros for the whole cache. A copy below that runs before them would
         # read old memory, perhaps NaN, and write it back after the zeros.
         zeroed.synchronize()
-    for region, blocks in zip(local.regions, chunk_blocks, strict=True):
-        for count in () if region.is_host else (1, blocks):
+    for group, region in local.regions.items():
+        for count in () if region.is_host else (1, chunk_blocks[group]):
             ids = list(range(min(count, region.geometry.num_blocks)))
             region.copy_from(region, ids, ids)
             region.digests(ids)

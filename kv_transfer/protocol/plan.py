@@ -1,12 +1,18 @@
 """The transfer plan: the byte ranges that each consumer rank reads from each producer rank.
 
-The KV cache has groups of layers (cache/geometry.py). Each group is split over ranks by its own
-heads. A page holds one block of one layer as [heads, tokens, channels], so a range of heads is one
-contiguous byte range in each page.
+The KV cache has groups of layers (cache/geometry.py). Each group is split over tensor-parallel
+ranks by its own heads. A page holds one block of one layer as [heads, tokens, channels], so a range
+of heads is one contiguous byte range in each page. Over pipeline stages a group is split by layers:
+each stage holds one run of them, which may be empty. A read is therefore a range of heads in a
+range of layers.
 
-A consumer rank reads each of its heads once. If several producer ranks hold the same head (fewer KV
-heads than ranks, or MLA, whose one latent is on every rank), a hash of the transfer id selects one,
-so that the replicas share the load. Both ends compute the same plan.
+A worker's ranks are numbered as vLLM numbers them: stage after stage, and in each stage by
+tensor-parallel rank. How many layers a stage holds is told by its ranks, never computed: users set
+it with VLLM_PP_LAYER_PARTITION.
+
+A consumer rank reads each head of each of its layers once. If several producer ranks hold the same
+head (fewer KV heads than ranks, or MLA, whose one latent is on every rank), a hash of the transfer
+id selects one, so that the replicas share the load. Both ends compute the same plan.
 """
 
 from __future__ import annotations
@@ -28,11 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupRead:
-    """The heads of one group to transfer. The producer receives `heads`: first KV head of the
-    model, number of heads, and number of heads before them in the consumer's page. `part` is the
-    same range in bytes."""
+    """The heads and layers of one group to transfer. The producer receives both as first KV head
+    (layer) of the model's group, number of them, and number of them before these in the consumer's
+    page (cache). `part` is the same in bytes and in layers of each end."""
 
     heads: tuple[int, int, int]
+    layers: tuple[int, int, int]
     part: PagePart
 
 
@@ -47,20 +54,35 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a worker: `tp` in each pipeline stage. `stage_layers`: for each stage, how many
+    layers of each group it holds."""
+
+    tp: int
+    stage_layers: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return self.tp * len(self.stage_layers)
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
-    """KV heads of a group that rank `rank` of `tp` tensor-parallel ranks holds. Raises
-    UnsupportedLayout.
+    """KV heads and layers of a group that one rank holds: tensor-parallel rank `rank` of `tp` in
+    pipeline stage `stage`. Raises UnsupportedLayout.
 
     `num_kv_heads` counts the heads of the model. MLA has one. A state that is split over the ranks
     counts as one head per rank, so only the same number of ranks can read it. `head_bytes` is the
-    size of one head in a page: K and V of a block's tokens.
+    size of one head in a page: K and V of a block's tokens. `stage_layers` has the number of the
+    group's layers on each stage.
     """
 
     num_kv_heads: int
     head_bytes: int
     group: KvGroup
+    stage_layers: tuple[int, ...]
     tp: int = 1
     rank: int = 0
+    stage: int = 0
 
     def __post_init__(self) -> None:
         if self.group.block_size < 1:
@@ -74,6 +96,10 @@ class Shard:
             )
         if not 0 <= self.rank < self.tp:
             raise UnsupportedLayout(f"rank {self.rank} of {self.tp} ranks")
+        if not 0 <= self.stage < len(self.stage_layers):
+            raise UnsupportedLayout(f"stage {self.stage} of {len(self.stage_layers)} stages")
+        if min(self.stage_layers) < 0 or not any(self.stage_layers):
+            raise UnsupportedLayout(f"a group of {self.stage_layers} layers")
 
     @property
     def heads(self) -> range:
@@ -82,84 +108,159 @@ class Shard:
         return range(first, first + max(1, self.num_kv_heads // self.tp))
 
     @property
+    def layers(self) -> range:
+        """Indices of the layers held, among the group's layers of the whole model."""
+        first = sum(self.stage_layers[: self.stage])
+        return range(first, first + self.stage_layers[self.stage])
+
+    @property
     def page_bytes(self) -> int:
         return len(self.heads) * self.head_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """This rank's part of the KV cache: a shard for each group."""
+    """This rank's part of the KV cache: a shard for each group of the model."""
 
     shards: tuple[Shard, ...]
 
+    @property
+    def own(self) -> Ranks:
+        """All ranks of this worker."""
+        stages = zip(*(shard.stage_layers for shard in self.shards), strict=True)
+        return Ranks(self.shards[0].tp, tuple(stages))
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.shards[0].stage * self.shards[0].tp + self.shards[0].rank
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The groups of which this rank holds layers."""
+        return tuple(n for n, shard in enumerate(self.shards) if shard.layers)
+
     def whole(self, group: int) -> PagePart:
-        """Return the part that covers whole pages of a group."""
-        return PagePart(group, 0, 0, self.shards[group].page_bytes)
-
-    def part_of(self, group: int, heads: Sequence[int]) -> PagePart:
-        """Return the byte range of a subscription's `heads` in this producer rank's pages. Raises
-        KvTransferError if this rank does not hold them."""
-        if len(heads) != 3 or not heads[1]:
-            raise KvTransferError(f"invalid heads in a subscription: {list(heads)}")
-        first, count, before = heads
+        """Return the part that covers whole pages of a group, in all layers held."""
         shard = self.shards[group]
-        held = shard.heads
-        if not held.start <= first <= first + count <= held.stop:
-            raise KvTransferError(
-                f"heads {first}-{first + count - 1} are not held here"
-                f" (this rank holds {held.start}-{held.stop - 1})"
-            )
+        return PagePart(group, 0, 0, shard.page_bytes, 0, 0, len(shard.layers))
+
+    def part_of(self, group: int, heads: Sequence[int], layers: Sequence[int]) -> PagePart:
+        """Return the bytes of a subscription's `heads` and `layers` in this producer rank's pages.
+        Raises KvTransferError if this rank does not hold them."""
+        shard = self.shards[group]
+        before_heads = _offset_in(shard.heads, heads, "heads")
+        before_layers = _offset_in(shard.layers, layers, "layers")
         size = shard.head_bytes
-        return PagePart(group, (first - held.start) * size, before * size, count * size)
+        return PagePart(
+            group,
+            before_heads * size,
+            heads[2] * size,
+            heads[1] * size,
+            before_layers,
+            layers[2],
+            layers[1],
+        )
 
-    def reads(self, producer_tp: int, transfer_id: str) -> tuple[Read, ...]:
-        """Return the reads of this consumer rank from a producer with `producer_tp` ranks."""
-        return self._reads(producer_tp, transfer_id)[self.shards[0].rank]
+    def ranks_of(self, count: int, stage_layers: tuple[tuple[int, ...], ...]) -> Ranks:
+        """Return the ranks of a producer of the same model, of which there are `count`. Without
+        `stage_layers` they are one stage. Raises UnsupportedLayout if its stages do not have the
+        layers of this model."""
+        layers = tuple(sum(shard.stage_layers) for shard in self.shards)
+        stages = stage_layers or (layers,)
+        tp, rest = divmod(count, len(stages))
+        if rest or not tp:
+            raise UnsupportedLayout(f"{count} ranks in {len(stages)} pipeline stages")
+        is_whole = all(len(each) == len(layers) and min(each) >= 0 for each in stages)
+        if not is_whole or tuple(map(sum, zip(*stages, strict=True))) != layers:
+            raise UnsupportedLayout(f"stages of {stages} layers, the model has {layers}")
+        return Ranks(tp, stages)
 
-    def declines(self, producer_tp: int, transfer_id: str) -> tuple[int, ...]:
+    def reads(self, producer: Ranks, transfer_id: str) -> tuple[Read, ...]:
+        """Return the reads of this consumer rank from a producer."""
+        return self._reads(producer, transfer_id)[self.rank]
+
+    def declines(self, producer: Ranks, transfer_id: str) -> tuple[int, ...]:
         """Return the producer ranks that no consumer rank reads and that this rank must notify."""
-        plan = self._reads(producer_tp, transfer_id)
+        plan = self._reads(producer, transfer_id)
         read = {each.producer_rank for reads in plan for each in reads}
-        return tuple(rank for rank in self.notifies(producer_tp) if rank not in read)
+        return tuple(rank for rank in self.notifies(len(producer)) if rank not in read)
 
-    def notifies(self, producer_tp: int) -> range:
+    def notifies(self, producer_ranks: int) -> range:
         """Return the producer ranks that this rank notifies on behalf of all consumer ranks."""
-        return range(self.shards[0].rank, producer_tp, self.shards[0].tp)
+        return range(self.rank, producer_ranks, len(self.own))
 
-    def _reads(self, producer_tp: int, transfer_id: str) -> tuple[tuple[Read, ...], ...]:
+    def _reads(self, producer: Ranks, transfer_id: str) -> tuple[tuple[Read, ...], ...]:
         spread = 0
-        if any(producer_tp > shard.num_kv_heads for shard in self.shards):
+        if any(producer.tp > shard.num_kv_heads for shard in self.shards):
             # Several producer ranks hold the same head: select one by a hash of the id.
             spread = zlib.crc32(transfer_id.encode("utf-8", "surrogatepass"))
-        return _plan(tuple(replace(s, rank=0) for s in self.shards), producer_tp, spread)
+        shards = tuple(replace(shard, rank=0, stage=0) for shard in self.shards)
+        return _plan(shards, producer, spread)
+
+
+def _offset_in(held: range, wanted: Sequence[int], name: str) -> int:
+    """Return how many of `held` are before those of a subscription: `wanted` is first, number, and
+    number before them at the consumer. Raises KvTransferError if they are not all held."""
+    if len(wanted) != 3 or not wanted[1]:
+        raise KvTransferError(f"invalid {name} in a subscription: {list(wanted)}")
+    first, count, _ = wanted
+    if not held.start <= first <= first + count <= held.stop:
+        raise KvTransferError(
+            f"{name} {first}-{first + count - 1} are not held here"
+            f" (this rank holds {held.start}-{held.stop - 1})"
+        )
+    return first - held.start
 
 
 @lru_cache(maxsize=64)
-def _plan(shards: tuple[Shard, ...], producer_tp: int, spread: int) -> tuple[tuple[Read, ...], ...]:
+def _plan(shards: tuple[Shard, ...], producer: Ranks, spread: int) -> tuple[tuple[Read, ...], ...]:
     """Return the reads of each consumer rank. `spread` selects among producer ranks that hold the
     same heads."""
-    found: list[dict[int, list[GroupRead]]] = [{} for _ in range(shards[0].tp)]
+    tp, stages = shards[0].tp, len(shards[0].stage_layers)
+    found: list[dict[int, list[GroupRead]]] = [{} for _ in range(tp * stages)]
     for index, shard in enumerate(shards):
-        holders: dict[range, list[int]] = {}
-        for rank in range(producer_tp):
-            holders.setdefault(replace(shard, tp=producer_tp, rank=rank).heads, []).append(rank)
-        size = shard.head_bytes
-        for rank, reads in enumerate(found):
-            own = replace(shard, rank=rank).heads
-            for held, ranks in holders.items():
-                both = range(max(own.start, held.start), min(own.stop, held.stop))
-                if not both:
-                    continue
-                before = both.start - own.start
-                starts = (both.start - held.start) * size, before * size
-                read = GroupRead(
-                    (both.start, len(both), before), PagePart(index, *starts, len(both) * size)
-                )
-                reads.setdefault(ranks[(rank + spread) % len(ranks)], []).append(read)
-    readers = Counter(producer for reads in found for producer in reads)
+        layers_of = tuple(layers[index] for layers in producer.stage_layers)
+        theirs = replace(shard, tp=producer.tp, stage_layers=layers_of)
+        for stage in range(len(layers_of)):
+            holders: dict[range, list[int]] = {}
+            for rank in range(producer.tp):
+                heads = replace(theirs, rank=rank).heads
+                holders.setdefault(heads, []).append(stage * producer.tp + rank)
+            held_layers = replace(theirs, stage=stage).layers
+            for number, reads in enumerate(found):
+                own = replace(shard, stage=number // tp, rank=number % tp)
+                for held, ranks in holders.items():
+                    read = _overlap(index, own, held, held_layers)
+                    if read is not None:
+                        rank = ranks[(own.rank + spread) % len(ranks)]
+                        reads.setdefault(rank, []).append(read)
+    readers = Counter(rank for reads in found for rank in reads)
     return tuple(
-        tuple(
-            Read(producer, tuple(groups), readers[producer]) for producer, groups in reads.items()
-        )
+        tuple(Read(rank, tuple(groups), readers[rank]) for rank, groups in reads.items())
         for reads in found
     )
+
+
+def _overlap(index: int, own: Shard, heads: range, layers: range) -> GroupRead | None:
+    """Return what a consumer rank reads of group `index` from a producer rank with these heads and
+    layers."""
+    both, deep = _common(own.heads, heads), _common(own.layers, layers)
+    if not both or not deep:
+        return None
+    size = own.head_bytes
+    before, above = both.start - own.heads.start, deep.start - own.layers.start
+    part = PagePart(
+        index,
+        (both.start - heads.start) * size,
+        before * size,
+        len(both) * size,
+        deep.start - layers.start,
+        above,
+        len(deep),
+    )
+    return GroupRead((both.start, len(both), before), (deep.start, len(deep), above), part)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))

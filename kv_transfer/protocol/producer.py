@@ -37,7 +37,7 @@ from kv_transfer.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kv_transfer.cache.geometry import PagePart
     from kv_transfer.protocol.plan import CopyPlan
@@ -173,9 +173,14 @@ class Producer(Generic[LinkT]):
     """All transfers that a worker sends. The caller holds one lock around each call."""
 
     def __init__(
-        self, *, plan: CopyPlan, chunk_blocks: Sequence[int], lease_s: float, heartbeat_s: float
+        self,
+        *,
+        plan: CopyPlan,
+        chunk_blocks: Mapping[int, int],
+        lease_s: float,
+        heartbeat_s: float,
     ) -> None:
-        """`chunk_blocks`: for each group, the number of blocks per chunk."""
+        """`chunk_blocks`: for each group held here, the number of blocks per chunk."""
         self._plan = plan
         self.chunk_blocks = chunk_blocks
         self._lease_s = lease_s
@@ -287,11 +292,11 @@ class Producer(Generic[LinkT]):
                 for reader in transfer.readers
                 for part, blocks in zip(reader.parts, reader.subscription.groups, strict=True)
             ]
-        groups = [shard.group for shard in self._plan.shards]
         has_ended, ready = transfer.ended_at is not None, transfer.ready_tokens
+        groups = {n: self._plan.shards[n].group for n in self._plan.held}
         return [
             (self._plan.whole(n), group.needed(ready).start)
-            for n, group in enumerate(groups)
+            for n, group in groups.items()
             if ready and (has_ended or group.is_streamed)
         ]
 
@@ -371,12 +376,12 @@ class Producer(Generic[LinkT]):
         transfer.readers.append(reader)
         try:
             self._check(transfer, subscription)
-            parts = [self._plan.part_of(g.group, g.heads) for g in subscription.groups]
+            parts = [self._plan.part_of(g.group, g.heads, g.layers) for g in subscription.groups]
         except KvTransferError as error:
             self.refused_subscriptions += 1
             return self._close(transfer, str(error))
-        # Drop the consumer's offset, so that equal parts of different consumers share digests.
-        reader.parts = tuple(replace(part, target_start=0) for part in parts)
+        # Drop the consumer's offsets, so that equal parts of different consumers share digests.
+        reader.parts = tuple(replace(part, target_start=0, target_layer=0) for part in parts)
         return [*self._pump(transfer, now), *self._digest(transfer_id)]
 
     def nack(self, link: LinkT, transfer_id: str, first: int, now: float) -> list[Action[LinkT]]:
@@ -497,14 +502,16 @@ class Producer(Generic[LinkT]):
 
     def _check(self, transfer: SendTransfer[LinkT], subscription: Subscribe) -> None:
         """Raise KvTransferError if the subscription does not fit the transfer."""
-        if not subscription.num_blocks or not subscription.num_tokens:
+        if not subscription.groups or not subscription.num_tokens:
             raise KvTransferError("no blocks were subscribed")
         for g in subscription.groups:
             if g.group >= len(self._plan.shards):
                 raise KvTransferError(f"group {g.group} was subscribed, which the model has not")
             needed = self._plan.shards[g.group].group.needed(subscription.num_tokens)
             end = g.first_block + len(g.block_ids)
-            if g.first_block < needed.start or end != needed.stop:
+            # Of a stage that has only layers with a window, no block may be needed.
+            is_empty = needed and not g.block_ids
+            if g.first_block < needed.start or end != needed.stop or is_empty:
                 raise KvTransferError(
                     f"blocks {g.first_block} to {end} of group {g.group} were subscribed,"
                     f" expected {needed.start} to {needed.stop}"

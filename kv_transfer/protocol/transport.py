@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kv_transfer.errors import KvTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from kv_transfer.cache.geometry import PagePart
     from kv_transfer.cache.host_memory import KvRegion, SharedMemory
@@ -32,30 +32,45 @@ class TransportUnavailable(KvTransferError):
 
 @dataclass(frozen=True, slots=True)
 class LocalKv:
-    """This worker's KV cache: a region for each group, over one memory. `shared` is None if that is
-    not shared memory."""
+    """This rank's KV cache: a region for each group of which it holds layers, over one memory.
+    `shared` is None if that is not shared memory."""
 
-    regions: tuple[KvRegion, ...]
+    regions: Mapping[int, KvRegion]
     shared: SharedMemory | None
 
     @property
+    def memory(self) -> KvRegion:
+        """Any of the regions, for what depends on their memory alone."""
+        return next(iter(self.regions.values()))
+
+    @property
     def is_host(self) -> bool:
-        return self.regions[0].is_host
+        return self.memory.is_host
 
     @property
     def block_bytes(self) -> int:
         """Size of the largest block, in bytes."""
-        return max(region.geometry.block_bytes for region in self.regions)
+        return max(region.geometry.block_bytes for region in self.regions.values())
 
 
-def source_of(regions: Sequence[KvRegion], part: PagePart) -> KvRegion:
-    """Return the region of a producer's cache to read."""
-    return regions[part.group].narrowed(part.source_start, part.size)
+def source_of(regions: Mapping[int, KvRegion], part: PagePart) -> KvRegion:
+    """Return the region of a producer's cache to read. Raises KvTransferError if the cache lacks
+    it."""
+    region = _region_of(regions, part.group)
+    return region.narrowed(part.source_layers, part.source_start, part.size)
 
 
-def target_of(regions: Sequence[KvRegion], part: PagePart) -> KvRegion:
-    """Return the region of a consumer's cache to write."""
-    return regions[part.group].narrowed(part.target_start, part.size)
+def target_of(regions: Mapping[int, KvRegion], part: PagePart) -> KvRegion:
+    """Return the region of a consumer's cache to write. Raises KvTransferError if the cache lacks
+    it."""
+    region = _region_of(regions, part.group)
+    return region.narrowed(part.target_layers, part.target_start, part.size)
+
+
+def _region_of(regions: Mapping[int, KvRegion], group: int) -> KvRegion:
+    if group not in regions:
+        raise KvTransferError(f"no layers of group {group} are in this KV cache")
+    return regions[group]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kv_transfer.cache.cuda_runtime import HANDLE_BYTES, CudaRuntime
-from kv_transfer.cache.gpu_memory import DeviceRegion
+from kv_transfer.cache.gpu_memory import DeviceRegion, device_regions
 from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.transport import Transport, TransportUnavailable
 from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
@@ -25,7 +25,6 @@ from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_transfer.cache.host_memory import KvRegion
     from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
     from kv_transfer.protocol.transport import LocalKv
 
@@ -36,7 +35,7 @@ class PeerGpuMemory:
     """Another worker's KV cache, mapped until `close`."""
 
     def __init__(self, cuda: CudaRuntime) -> None:
-        self.regions: Sequence[KvRegion] = ()
+        self.regions: dict[int, DeviceRegion] = {}
         self._cuda = cuda
         self._mapped: list[int] = []
 
@@ -54,7 +53,7 @@ class PeerGpuMemory:
         return made  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        self.regions = ()
+        self.regions = {}
         while self._mapped:
             try:
                 self._cuda.close(self._mapped.pop())
@@ -73,10 +72,10 @@ class CudaIpcTransport(Transport):
         self._lock = threading.Lock()
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
-        regions = [region for region in local.regions if isinstance(region, DeviceRegion)]
+        regions = device_regions(local.regions)
         if not regions:
             return None
-        views = [view for region in regions for view in region.views]
+        views = [view for region in regions.values() for view in region.views]
         storages = {x.data_ptr(): x.nbytes() for x in (view.untyped_storage() for view in views)}
         order = list(storages)
         with self._lock:
@@ -90,6 +89,7 @@ class CudaIpcTransport(Transport):
             "handles": self._handles,
             "groups": [
                 {
+                    "group": group,
                     "views": [
                         [order.index(view.untyped_storage().data_ptr()), view.storage_offset()]
                         for view in region.views
@@ -98,27 +98,30 @@ class CudaIpcTransport(Transport):
                     "stride": list(region.views[0].stride()),
                     "split": region.split,
                 }
-                for region in regions
+                for group, region in regions.items()
             ],
         }
 
     def consumer(
         self, local: LocalKv, offer: dict[str, Any], link: Link
     ) -> tuple[ConsumerChannel, dict[str, Any]]:
-        own = [region for region in local.regions if isinstance(region, DeviceRegion)]
+        own = device_regions(local.regions)
         if not own:
             raise TransportUnavailable("the KV cache is not in GPU memory")
-        device = own[0].views[0].device
+        device = next(iter(own.values())).views[0].device
         peer = PeerGpuMemory(self._cuda)
         try:
             storages = [peer.map(each, device) for each in offer["handles"]]
-            peer.regions = regions = [
-                _mapped(group, storages, region.views[0].dtype, self._cuda)
-                for group, region in zip(offer["groups"], own, strict=True)
-            ]
-            shapes = [[(len(x.views), x.split) for x in side] for side in (regions, own)]
-            if shapes[0] != shapes[1]:
-                raise ValueError("the two KV caches differ in layers or blocks")
+            # Stages of a pipeline may differ in their groups and layers.
+            for each in offer["groups"]:
+                if (region := own.get(each["group"])) is None:
+                    continue
+                mapped = _mapped(each, storages, region.views[0].dtype, self._cuda)
+                if mapped.split != region.split:
+                    raise ValueError("the two KV caches differ in blocks")
+                peer.regions[each["group"]] = mapped
+            if not peer.regions:
+                raise ValueError("the two KV caches have no group in common")
         except (LookupError, TypeError, ValueError, RuntimeError, KvTransferError) as error:
             peer.close()
             raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error

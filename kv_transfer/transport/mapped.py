@@ -20,7 +20,7 @@ from kv_transfer.protocol.transport import Transport, TransportUnavailable, sour
 from kv_transfer.transport.descriptors import Descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from kv_transfer.cache.geometry import PagePart
     from kv_transfer.cache.host_memory import BlockCopy, KvRegion
@@ -46,7 +46,8 @@ class MappedProducer(ProducerChannel):
 class PeerCache(Protocol):
     """A producer's KV cache, mapped into this process until `close`."""
 
-    regions: Sequence[KvRegion]
+    @property
+    def regions(self) -> Mapping[int, KvRegion]: ...
 
     def close(self) -> None: ...
 
@@ -93,7 +94,7 @@ class MappedTransport(Transport):
             "socket": self._descriptors.name,
             "key": self._descriptors.key,
             "size": local.shared.size,
-            "geometries": [region.geometry.to_list() for region in local.regions],
+            "geometries": [[n, *each.geometry.to_list()] for n, each in local.regions.items()],
         }
 
     def consumer(
@@ -102,10 +103,10 @@ class MappedTransport(Transport):
         if not local.is_host:
             raise TransportUnavailable("the KV cache is in GPU memory")
         try:
-            found = [KvGeometry.from_list(list(each)) for each in offer["geometries"]]
-            layers = [geometry.num_layers for geometry in found]
-            if layers != [region.geometry.num_layers for region in local.regions]:
-                raise ValueError(f"groups of {layers} layers")
+            # Stages of a pipeline may differ in their groups and layers.
+            found = {
+                int(group): KvGeometry.from_list(values) for group, *values in offer["geometries"]
+            }
             key = offer["key"]
             if not isinstance(key, bytes):  # bytes(n) of a number would allocate n bytes
                 raise TypeError("the key is not bytes")

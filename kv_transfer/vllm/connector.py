@@ -29,12 +29,13 @@ from kv_transfer.protocol.snapshot import take
 from kv_transfer.protocol.transport import LocalKv
 from kv_transfer.settings import read_extra_config
 from kv_transfer.vllm.continuation import patch_runner_v1
+from kv_transfer.vllm.kv_groups import groups_of, joined, of_all_stages, tables_of
 from kv_transfer.vllm.kv_layout import (
     allocate_in,
     check_model,
     describe,
-    groups_of,
     has_draft_kv,
+    held_of,
     plan_of,
     regions_of,
 )
@@ -75,7 +76,6 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_model(vllm_config)
-        self._groups = groups_of(kv_cache_config)
         if self._kv_transfer_config.kv_load_failure_policy != "fail":
             # With "recompute", a first token that was handed over would be sampled twice.
             raise ConfigError(
@@ -97,9 +97,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self.layers_done = 0
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
-                [each.group for each in self._groups], self._kv_transfer_config.engine_id
+                tables_of(kv_cache_config), self._kv_transfer_config.engine_id
             )
         else:
+            self._groups = groups_of(kv_cache_config)
             self._settings = read_extra_config(self._kv_transfer_config.kv_connector_extra_config)
             on_gpu = vllm_config.device_config.device_type != "cpu"
             self._transports = transport.make(self._settings, on_gpu=on_gpu)
@@ -176,12 +177,16 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._shared is None else allocate_in(self._shared)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config = self._config
         regions = regions_of(self._groups, kv_caches, self._num_blocks)
-        plan = plan_of(self._config, self._groups, kv_caches, regions)
-        layout = describe(self._config, self._groups, kv_caches, plan)
+        held = [held_of(config, each, kv_caches, region) for each, region in regions.items()]
+        groups = joined(of_all_stages(held))
+        plan, layout = plan_of(config, groups), describe(config, groups)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
-        local = LocalKv(regions, shared)
+        by_layers = {each.layers: region for each, region in regions.items()}
+        stage = plan.shards[0].stage
+        local = LocalKv({n: by_layers[groups[n].stages[stage]] for n in plan.held}, shared)
         transport.check(self._transports, local)
         peers = Peers(
             self._settings,
@@ -191,8 +196,15 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             compatibility=key,
             plan=plan,
         )
-        self._worker = WorkerHalf(peers, plan, has_draft_kv=has_draft_kv(self._config))
-        self._handshake = PdHandshake(peers.address, key, layout, tuple(peers.transports))
+        self._worker = WorkerHalf(peers, plan, has_draft_kv=has_draft_kv(config))
+        stages = plan.own.stage_layers
+        self._handshake = PdHandshake(
+            peers.address,
+            key,
+            layout,
+            tuple(peers.transports),
+            stage_layers=stages if len(stages) > 1 else (),
+        )
 
     def get_handshake_metadata(self) -> PdHandshake | None:
         return self._handshake
@@ -269,11 +281,15 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_half().worker_output(connector_output)
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, PdHandshake]) -> None:
-        """Note the ranks' addresses, which consumers get in answers."""
-        self._scheduler_half().addresses = tuple(
-            metadata[rank].address for rank in sorted(metadata)
-        )
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], PdHandshake]
+    ) -> None:
+        """Note the ranks' addresses, by stage and tensor-parallel rank, and their layers.
+        Consumers get both in answers."""
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        half = self._scheduler_half()
+        half.addresses = tuple(rank.address for rank in ranks)
+        half.stage_layers = ranks[0].stage_layers
 
 
 def first_of(connector: Any) -> Any:

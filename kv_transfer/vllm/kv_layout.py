@@ -6,40 +6,31 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 from torch.overrides import TorchFunctionMode
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import MambaSpec
 
-from kv_transfer.cache.geometry import GroupKind, KvGeometry, KvGroup
+from kv_transfer.cache.geometry import GroupKind, KvGeometry
 from kv_transfer.cache.gpu_memory import device_region
 from kv_transfer.cache.host_memory import KvRegion, SharedMemory, prefault
 from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.protocol.messages import PROTOCOL_VERSION
 from kv_transfer.protocol.plan import CopyPlan, Shard
+from kv_transfer.vllm.kv_groups import HeldGroup
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from kv_transfer.vllm.kv_groups import LayerGroup, ModelGroup
 
 # Model types whose KV-cache specs `_kind_of` refuses. Refused before their weights are loaded.
 _UNSUPPORTED_MODELS = ("deepseek_v41", "glm5_next", "qwen4_exp")
@@ -52,7 +43,6 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLES, _SAMPLE_BYTES = 128, 1024  # of each file
 # Parallelism that splits KV in ways that protocol/plan.py does not support.
 _UNSUPPORTED_SPLITS = (
-    "pipeline_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
@@ -92,15 +82,6 @@ def allocate_in(shared: SharedMemory) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers of one KV-cache group of the transfer plan. `spec` is vLLM's spec of each layer."""
-
-    group: KvGroup
-    layers: tuple[str, ...]
-    spec: Any
-
-
 def check_model(config: VllmConfig) -> None:
     """Raise ConfigError if the config shows that this model's KV cannot be transferred. Called
     before the weights are loaded, so that the start fails early."""
@@ -108,7 +89,7 @@ def check_model(config: VllmConfig) -> None:
     for name in _UNSUPPORTED_SPLITS:
         if (size := getattr(parallel, name)) > 1:
             raise ConfigError(
-                f"{name} is {size}: KV moves only between tensor-parallel ranks",
+                f"{name} is {size}: KV is split by tensor-parallel ranks and pipeline stages only",
                 field=f"engine_args.{name}",
             )
     text, kind = model.hf_text_config, ""
@@ -126,45 +107,6 @@ def check_model(config: VllmConfig) -> None:
             " (--aggregated 1 --prefill 0 --decode 0)",
             field="worker.model",
         )
-
-
-def _kind_of(spec: Any) -> tuple[GroupKind, int]:
-    """Return the kind and reach of vLLM's spec. Raises UnsupportedLayout naming the spec."""
-    refusal = ""
-    if isinstance(spec, MambaSpec):
-        if not spec.num_speculative_blocks:
-            return GroupKind.STATE, 0
-        refusal = " with speculative decoding"
-    elif type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
-        if not spec.prefix_replay_tokens:
-            return GroupKind.WINDOW, spec.sliding_window - 1 + spec.extra_retained_tokens
-        refusal = " with bounded replay"
-    elif isinstance(spec, ChunkedLocalAttentionSpec):
-        return GroupKind.CHUNK, spec.attention_chunk_size
-    elif type(spec) in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec):
-        return GroupKind.FULL, 0
-    raise UnsupportedLayout(f"KV of {type(spec).__name__}{refusal} cannot be handed over")
-
-
-def groups_of(config: KVCacheConfig) -> list[LayerGroup]:
-    """Return the groups of the transfer plan: vLLM's groups, split further where layers differ in
-    page layout. Groups whose blocks can be sent during prefill come first. Raises
-    UnsupportedLayout."""
-    groups = []
-    for table in config.transfer_group_ids:
-        found = config.kv_cache_groups[table]
-        by_spec: dict[Any, list[str]] = {}
-        for name in found.layer_names:
-            spec = found.kv_cache_spec
-            if isinstance(spec, UniformTypeKVCacheSpecs):
-                spec = spec.kv_cache_specs[name]
-            by_spec.setdefault(spec, []).append(name)
-        for spec, names in by_spec.items():
-            group = KvGroup(table, spec.block_size, *_kind_of(spec))
-            groups.append(LayerGroup(group, tuple(names), spec))
-    if not groups:
-        raise UnsupportedLayout("the model has no KV cache")
-    return sorted(groups, key=lambda each: not each.group.is_streamed)
 
 
 def _geometry(caches: list[torch.Tensor], num_blocks: int) -> KvGeometry:
@@ -186,16 +128,18 @@ def _geometry(caches: list[torch.Tensor], num_blocks: int) -> KvGeometry:
 
 def regions_of(
     groups: Sequence[LayerGroup], caches: Mapping[str, torch.Tensor], num_blocks: int
-) -> tuple[KvRegion, ...]:
-    """Return a region for each group of the KV cache that vLLM registered. `num_blocks` is the
+) -> dict[LayerGroup, KvRegion]:
+    """Return the region of each group in the KV cache that vLLM registered. `num_blocks` is the
     block count of vLLM's scheduler. Raises UnsupportedLayout."""
-    regions: list[KvRegion] = []
+    regions: dict[LayerGroup, KvRegion] = {}
     storages = {caches[name].untyped_storage().data_ptr() for g in groups for name in g.layers}
     for each in groups:
         tensors = [caches[name] for name in each.layers]
         first = tensors[0]
+        if first.dim() != 4:
+            raise UnsupportedLayout(f"the KV cache has {first.dim()} dimensions, must have 4")
         if first.device.type == "cuda":
-            regions.append(device_region(tensors, num_blocks))
+            regions[each] = device_region(tensors, num_blocks)
         elif first.device.type != "cpu":
             raise UnsupportedLayout(f"the KV cache is on {first.device}")
         elif len(storages) > 1:
@@ -203,13 +147,13 @@ def regions_of(
         else:
             storage = first.untyped_storage()
             geometry = _geometry(tensors, num_blocks)
-            regions.append(KvRegion(storage.data_ptr(), storage.nbytes(), geometry))
+            regions[each] = KvRegion(storage.data_ptr(), storage.nbytes(), geometry)
         places = first.shape[0] // num_blocks * first.shape[2]
         if places != each.spec.num_states:
             raise UnsupportedLayout(
                 f"blocks have {places} places, the scheduler has {each.spec.num_states}"
             )
-    return tuple(regions)
+    return regions
 
 
 def _cpu_packing(dtype: torch.dtype, block_size: int, head_size: int) -> str:
@@ -219,26 +163,24 @@ def _cpu_packing(dtype: torch.dtype, block_size: int, head_size: int) -> str:
     return str(_get_attn_isa(dtype, block_size, head_size))
 
 
-def plan_of(
-    config: VllmConfig,
-    groups: Sequence[LayerGroup],
-    caches: Mapping[str, torch.Tensor],
-    regions: Sequence[KvRegion],
-) -> CopyPlan:
+def plan_of(config: VllmConfig, groups: Sequence[ModelGroup]) -> CopyPlan:
     """Return this process's shard of each group. Raises UnsupportedLayout."""
-    parallel, shards = config.parallel_config, []
-    for each, region in zip(groups, regions, strict=True):
-        first = caches[each.layers[0]]
-        if first.dim() != 4:
-            raise UnsupportedLayout(f"the KV cache has {first.dim()} dimensions, must have 4")
-        heads, page = first.shape[1], region.geometry.page_bytes
-        total = _heads_of(config, each, heads)
-        tp, rank = parallel.tensor_parallel_size, get_tensor_model_parallel_rank()
-        shard = Shard(total, page // heads, each.group, tp, rank)
-        if shard.page_bytes != page:
-            raise UnsupportedLayout(f"{heads} heads in a page, expected {len(shard.heads)}")
-        shards.append(shard)
-    return CopyPlan(tuple(shards))
+    tp, stage = config.parallel_config.tensor_parallel_size, get_pp_group().rank_in_group
+    rank = get_tensor_model_parallel_rank()
+    return CopyPlan(
+        tuple(
+            Shard(
+                each.first.num_kv_heads,
+                each.first.head_bytes,
+                each.first.of.group,
+                each.stage_layers,
+                tp,
+                rank,
+                stage,
+            )
+            for each in groups
+        )
+    )
 
 
 def _heads_of(config: VllmConfig, of: LayerGroup, held: int) -> int:
@@ -253,17 +195,53 @@ def _heads_of(config: VllmConfig, of: LayerGroup, held: int) -> int:
     return total if max(1, total // tp) == held else held * tp
 
 
-def describe(
-    config: VllmConfig,
-    groups: Sequence[LayerGroup],
-    caches: Mapping[str, torch.Tensor],
-    plan: CopyPlan,
-) -> dict[str, str]:
+def held_of(
+    config: VllmConfig, each: LayerGroup, caches: Mapping[str, torch.Tensor], region: KvRegion
+) -> HeldGroup:
+    """Describe a group of which this rank has layers. Raises UnsupportedLayout."""
+    first = caches[each.layers[0]]
+    is_state = each.group.kind is GroupKind.STATE
+    # torch stores several quantised formats as uint8: the dtype does not identify them.
+    cache_dtype = str(config.cache_config.cache_dtype)
+    cache_dtype = _SAME_DTYPE.get(cache_dtype, cache_dtype)
+    is_quantised = first.dtype is torch.uint8 or "fp8" in cache_dtype or "fp4" in cache_dtype
+    is_cpu = first.device.type == "cpu"
+    split = each.group.block_size // first.shape[2]
+    needs_equal_tp = is_state and not each.spec.tp_replicated
+    needs_equal_tp |= "fp4" in cache_dtype or (is_cpu and split > 1 and not is_state)
+    heads = first.shape[1]
+    total = _heads_of(config, each, heads)
+    expected = max(1, total // config.parallel_config.tensor_parallel_size)
+    if heads != expected:
+        raise UnsupportedLayout(f"{heads} heads in a page, expected {expected}")
+    fields = {
+        "kind": f"{type(each.spec).__name__} {each.group.kind} {each.group.reach}",
+        "kv_heads": 1 if is_state else total,
+        "head_content": first.shape[3],
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "quantised": cache_dtype if is_quantised else "no",
+        "block_size": each.group.block_size,
+        "kernel_block_size": first.shape[2],
+        "packing": "plain",
+    }
+    if is_state:
+        fields["state"] = f"{each.spec.shapes} {each.spec.dtypes} {each.spec.mamba_cache_mode}"
+    else:
+        backend = get_current_attn_backend(config, list(each.layers))
+        fields["attention"] = backend.get_name()
+        if is_cpu:
+            size = first.shape[3] // 2
+            fields["packing"] = _cpu_packing(first.dtype, each.group.block_size, size)
+    named = {name: str(value) for name, value in fields.items()}
+    return HeldGroup(each, total, region.geometry.page_bytes // heads, named, needs_equal_tp)
+
+
+def describe(config: VllmConfig, groups: Sequence[ModelGroup]) -> dict[str, str]:
     """Return everything that determines the meaning of KV bytes, for the compatibility key.
 
-    It includes the number of tensor-parallel ranks only if KV cannot be split by heads
-    (kv_transfer/protocol/plan.py). Fields are separate so that an error can name the field in which
-    two workers differ, with both values.
+    It includes the number of tensor-parallel ranks only if KV cannot be split by heads, and never
+    that of pipeline stages (kv_transfer/protocol/plan.py). Fields are separate so that an error can
+    name the field in which two workers differ, with both values.
     """
     layout = {
         "connector": f"pdserve {PROTOCOL_VERSION}",
@@ -274,40 +252,14 @@ def describe(
         "speculative": _speculative(config),
         "groups": str(len(groups)),
     }
-    needs_equal_tp = False
-    for n, (each, shard) in enumerate(zip(groups, plan.shards, strict=True)):
-        first = caches[each.layers[0]]
-        is_state = each.group.kind is GroupKind.STATE
-        # torch stores several quantised formats as uint8: the dtype does not identify them.
-        cache_dtype = str(config.cache_config.cache_dtype)
-        cache_dtype = _SAME_DTYPE.get(cache_dtype, cache_dtype)
-        is_quantised = first.dtype is torch.uint8 or "fp8" in cache_dtype or "fp4" in cache_dtype
-        is_cpu = first.device.type == "cpu"
-        split = each.group.block_size // first.shape[2]
-        needs_equal_tp |= is_state and not each.spec.tp_replicated
-        needs_equal_tp |= "fp4" in cache_dtype or (is_cpu and split > 1 and not is_state)
-        fields = {
-            "kind": f"{type(each.spec).__name__} {each.group.kind} {each.group.reach}",
-            "layers": len(each.layers),
-            "kv_heads": 1 if is_state else shard.num_kv_heads,
-            "head_content": first.shape[3],
-            "dtype": str(first.dtype).removeprefix("torch."),
-            "quantised": cache_dtype if is_quantised else "no",
-            "block_size": each.group.block_size,
-            "kernel_block_size": first.shape[2],
-            "packing": "plain",
-        }
-        if is_state:
-            fields["state"] = f"{each.spec.shapes} {each.spec.dtypes} {each.spec.mamba_cache_mode}"
-        else:
-            backend = get_current_attn_backend(config, list(each.layers))
-            fields["attention"] = backend.get_name()
-            if is_cpu:
-                size = first.shape[3] // 2
-                fields["packing"] = _cpu_packing(first.dtype, each.group.block_size, size)
+    for n, each in enumerate(groups):
         prefix = f"group {n}: " if len(groups) > 1 else ""
-        layout |= {f"{prefix}{name}": str(value) for name, value in fields.items()}
-    if needs_equal_tp:
+        layout |= {f"{prefix}{name}": value for name, value in each.first.fields.items()}
+        # Stages count on this order: a range of layers is the same layers at both ends.
+        names = [name for layers in each.stages for name in layers]
+        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+        layout[f"{prefix}layers"] = f"{len(names)}, names {digest}"
+    if any(each.first.needs_equal_tp for each in groups):
         layout["tensor_parallel_size"] = str(config.parallel_config.tensor_parallel_size)
     return layout
 

@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from kv_transfer.cache.geometry import compatibility
 from kv_transfer.protocol.snapshot import KvSnapshot
 from kv_transfer.vllm.continuation import Continuations, patch_runner_v1
-from kv_transfer.vllm.kv_layout import describe, groups_of, plan_of, regions_of
+from kv_transfer.vllm.kv_groups import groups_of, joined
+from kv_transfer.vllm.kv_layout import describe, held_of, regions_of
 from kv_transfer.vllm.step import Arrival, PdHandshake
 from pdserve.errors import TransferFailed
 from pdserve.types import ErrorInfo, HandoffStyle, KvLedger, TransferReport
@@ -121,11 +122,11 @@ class PdNixlConnector(NixlConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        groups = groups_of(self._kv_cache_config)
-        regions = regions_of(groups, kv_caches, self._kv_cache_config.num_blocks)
-        plan = plan_of(self._config, groups, kv_caches, regions)
+        config, cache = self._config, self._kv_cache_config
+        regions = regions_of(groups_of(cache), kv_caches, cache.num_blocks)
+        held = [held_of(config, each, kv_caches, region) for each, region in regions.items()]
         self._layout = {
-            **describe(self._config, groups, kv_caches, plan),
+            **describe(config, joined([held])),
             "connector": NAME,
             "tensor_parallel_size": str(self._config.parallel_config.tensor_parallel_size),
         }

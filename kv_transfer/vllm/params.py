@@ -6,17 +6,21 @@ first token is handed over:
     prefill: {"role": "producer", "transfer_id": str}
     decode:  {"role": "consumer", "transfer_id": str, "producer_addresses": ["host:port", ...],
               "producer_instance_id": str}
+            with several pipeline stages: {"producer_stage_layers": [[layers of a group, ...], ...]}
     either, or neither role: {"resume": [token, ...]}, the tokens generated elsewhere already
     decode, with `resume`:   {"live": true}, if the producer has decoded those tokens
 
-`producer_addresses` has one entry per tensor-parallel rank of the producer, in rank order.
+`producer_addresses` has one entry per rank of the producer, in rank order: stage after stage of a
+pipeline, in each its tensor-parallel ranks. `producer_stage_layers` says for each stage how many
+layers of each KV-cache group it holds.
 
 Proxies in front of `vllm serve` use vLLM's own names (docs/kv_transfer.md). Decode then samples the
 first token again, so that its answer is complete and prefill's can be dropped:
 
     prefill: {"do_remote_decode": true}, with a "transfer_id" if the proxy makes it
     decode:  {"do_remote_prefill": true, "transfer_id": str, "producer_addresses": [...],
-              "producer_instance_id": str, "prompt_digest": str}, copied from prefill's answer
+              "producer_instance_id": str, "prompt_digest": str}, and perhaps
+              "producer_stage_layers", copied from prefill's answer
 
 A key with the value null counts as absent.
 """
@@ -61,6 +65,7 @@ class ConsumerParams:
     resample: bool = False
     prompt_digest: str = ""
     live: bool = False
+    producer_stage_layers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ class TransferParams:
                     "producer_instance_id": part.producer_instance_id,
                     "prompt_digest": part.prompt_digest,
                     "live": part.live,
+                    "producer_stage_layers": [list(each) for each in part.producer_stage_layers],
                 }
         return {key: value for key, value in out.items() if value}
 
@@ -98,6 +104,8 @@ _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 _Address = Annotated[str, Meta(pattern=r"^.+:[0-9]{1,5}$", max_length=256)]
 _Addresses = Annotated[list[_Address], Meta(min_length=1, max_length=1024)]
 _Token = Annotated[int, Meta(ge=0)]
+_Layers = Annotated[list[Annotated[int, Meta(ge=0, le=65535)]], Meta(min_length=1, max_length=1024)]
+_StageLayers = Annotated[list[_Layers], Meta(max_length=1024)]
 
 
 class _Written(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,6 +119,7 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
     producer_instance_id: _Name | None = None
     prompt_digest: _Name | None = None
     live: bool | None = None
+    producer_stage_layers: _StageLayers | None = None
     resume: list[_Token] | None = None
     # Ignored. vLLM's scheduler adds it to a prefill answer, for the usage that its server reports.
     remote_prefill_cached_tokens: Any = None
@@ -118,6 +127,7 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
 
 _SWITCHES = {"do_remote_decode", "do_remote_prefill", "remote_prefill_cached_tokens"}
 _CONSUMER = {"transfer_id", "producer_addresses", "producer_instance_id"}
+_MAY = {"prompt_digest", "producer_stage_layers"}  # of a consumer
 
 
 def parse(params: Mapping[str, Any] | None) -> TransferParams:
@@ -144,7 +154,7 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams:
             _check(given, {"transfer_id"}, {"role", "resume"})
             return TransferParams(ProducerParams(given.transfer_id or ""), resume)
         case "consumer":
-            _check(given, _CONSUMER, {"role", "resume", "prompt_digest", "live"})
+            _check(given, _CONSUMER, {"role", "resume", *_MAY, "live"})
             if given.live and not resume:
                 raise _refuse("live", "needs `resume`")
             return TransferParams(_consumer(given, resample=False), resume)
@@ -157,7 +167,7 @@ def _in_vllm_names(given: _Written) -> TransferParams:
         _check(given, set(), {*_SWITCHES, "transfer_id"})
         return TransferParams(ProducerParams(given.transfer_id or "", resample=True))
     if given.do_remote_prefill:
-        _check(given, _CONSUMER, {*_SWITCHES, "prompt_digest"})
+        _check(given, _CONSUMER, {*_SWITCHES, *_MAY})
         return TransferParams(_consumer(given, resample=True))
     _check(given, set(), _SWITCHES)
     return TransferParams()
@@ -174,6 +184,7 @@ def _consumer(given: _Written, *, resample: bool) -> ConsumerParams:
         resample,
         given.prompt_digest or "",
         bool(given.live),
+        tuple(tuple(layers) for layers in given.producer_stage_layers or ()),
     )
 
 

@@ -94,8 +94,8 @@ class _Lease:
 class SchedulerHalf:
     """The scheduler half. Requests are keyed by vLLM's internal id. vLLM calls it on one thread.
 
-    `groups` are the groups of the transfer plan, in order. `addresses` has one entry per
-    tensor-parallel rank of this engine, once the worker halves have started.
+    `groups` has one group per block table of the engine. `addresses` and `stage_layers` are those
+    of this engine's ranks (step.py), once the worker halves have started.
     """
 
     def __init__(self, groups: Sequence[KvGroup], instance_id: str) -> None:
@@ -104,6 +104,7 @@ class SchedulerHalf:
         self._block_size = min(group.block_size for group in groups)
         self._instance_id = instance_id
         self.addresses: tuple[str, ...] = ()
+        self.stage_layers: tuple[tuple[int, ...], ...] = ()
         self._producers: dict[str, _ProducerRequest] = {}
         self._consumers: dict[str, _ConsumerRequest] = {}
         self._in_flight: dict[str, int] = {}  # number of blocks that receive KV
@@ -219,14 +220,14 @@ class SchedulerHalf:
             return
         wanted = self._wanted(consumer)
         tables = blocks.get_block_ids()
-        taken = []
+        taken = {}
         for group in self._groups:
             needed = group.needed(wanted)
             # Skip blocks from the prefix cache: other requests share them.
             first = max(needed.start, (wanted - external) // group.block_size)
-            taken.append((first, list(tables[group.table][first : needed.stop])))
+            taken[group.table] = first, list(tables[group.table][first : needed.stop])
         consumer.load = _LoadState.LOADING
-        self._in_flight[request_id] = sum(len(ids) for _, ids in taken)
+        self._in_flight[request_id] = sum(len(ids) for _, ids in taken.values())
         self._pending.starts.append(
             ConsumerStart(
                 part.transfer_id,
@@ -235,6 +236,7 @@ class SchedulerHalf:
                 part.producer_instance_id,
                 wanted,
                 taken,
+                part.producer_stage_layers,
             )
         )
 
@@ -397,6 +399,7 @@ class SchedulerHalf:
             self._instance_id,
             resample=True,
             prompt_digest=prompt_digest_of(request.prompt_token_ids or ()),
+            producer_stage_layers=self.stage_layers,
         )
         return True, TransferParams(for_consumer).to_dict()
 

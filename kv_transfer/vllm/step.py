@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING
 from pdserve.types import HandoffStyle
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.types import ErrorInfo, TransferReport
 
 
 @dataclass(frozen=True)
 class PdHandshake:
-    """This worker's KV address, and the key of the workers that can exchange KV with it."""
+    """This rank's KV address, and the key of the workers that can exchange KV with it.
+    `stage_layers`: how many layers of each group each pipeline stage holds; empty if there is one
+    stage."""
 
     address: str
     compatibility: str
     layout: dict[str, str]
     transports: tuple[str, ...]
     handoff: HandoffStyle = HandoffStyle.CONCURRENT
+    stage_layers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,11 @@ class ProducerEnded:
 @dataclass(frozen=True, slots=True)
 class ConsumerStart:
     """Blocks are reserved for the KV that the token after the first `num_tokens` needs. `blocks`
-    has for each KV-cache group the index of the first block in the sequence, and the block ids from
-    there on.
+    has by number of the engine's block table the index of the first block in the sequence, and the
+    block ids from there on.
 
-    `producer_addresses` are in the order of tensor-parallel ranks.
+    `producer_addresses` are in the order of ranks (protocol/plan.py). `producer_stage_layers`: how
+    many layers of each group each pipeline stage of the producer holds; empty if it has one stage.
     """
 
     transfer_id: str
@@ -71,7 +77,8 @@ class ConsumerStart:
     producer_addresses: tuple[str, ...]
     producer_instance_id: str
     num_tokens: int
-    blocks: list[tuple[int, list[int]]]
+    blocks: Mapping[int, tuple[int, list[int]]]
+    producer_stage_layers: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,7 @@ class Arrival:
     report: TransferReport
 
     def merged_with(self, other: Arrival) -> Arrival:
-        """Merge with the arrival at another tensor-parallel rank, which has the same tokens."""
+        """Merge with the arrival at another rank, which has the same tokens."""
         return replace(self, report=self.report.merged_with(other.report))
 
 
@@ -124,7 +131,7 @@ class WorkerOutput:
     failures: dict[str, ErrorInfo] = field(default_factory=dict)
 
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
-        """Merge the reports of two tensor-parallel ranks on one step."""
+        """Merge the reports of two ranks on one step."""
         for request_id, arrival in other.arrivals.items():
             ours = self.arrivals.get(request_id)
             self.arrivals[request_id] = arrival if ours is None else ours.merged_with(arrival)

@@ -108,7 +108,7 @@ class WorkerHalf:
         GPU for the step and delay the copies of earlier steps. And a consumer that copies by itself
         must not read blocks before they are computed.
         """
-        end = self.driver.local.regions[0].step_end()
+        end = self.driver.local.memory.step_end()
         if end is None:
             return self._report(progress, now)
         self._await(_EnqueuedStep(end, progress))
@@ -123,7 +123,7 @@ class WorkerHalf:
         """
         end = None
         if starts and self._has_draft_kv:
-            end = self.driver.local.regions[0].step_end()
+            end = self.driver.local.memory.step_end()
         if end is not None:
             self._await(_EnqueuedStep(end, starts=starts))
             return
@@ -163,7 +163,7 @@ class WorkerHalf:
     def _watch(self) -> None:
         """Watcher thread: wait for the end of each step, in order. Stop at a GPU error, which also
         ends the engine."""
-        self.driver.local.regions[0].enter_thread()
+        self.driver.local.memory.enter_thread()
         while (step := self._to_watch.get()) is not None:
             try:
                 step.end.synchronize()
@@ -197,10 +197,11 @@ class WorkerHalf:
         return sent, received, failed
 
     def _subscribe(self, start: ConsumerStart, now: float) -> Iterator[Action[Link]]:
-        """Subscribe at each producer rank from which this rank reads heads."""
-        addresses = start.producer_addresses
+        """Subscribe at each producer rank from which this rank reads."""
+        plan, addresses = self._plan, start.producer_addresses
         try:
-            reads = self._plan.reads(len(addresses), start.transfer_id)
+            ranks = plan.ranks_of(len(addresses), start.producer_stage_layers)
+            reads = plan.reads(ranks, start.transfer_id)
         except UnsupportedLayout as error:
             self.driver.consumer.refuse(start.request_id, str(error))
             return
@@ -211,7 +212,12 @@ class WorkerHalf:
                     start.transfer_id,
                     start.num_tokens,
                     [
-                        GroupBlocks(g.part.group, *start.blocks[g.part.group], list(g.heads))
+                        GroupBlocks(
+                            g.part.group,
+                            *start.blocks[plan.shards[g.part.group].group.table],
+                            list(g.heads),
+                            list(g.layers),
+                        )
                         for g in read.groups
                     ],
                     read.readers,
@@ -221,7 +227,7 @@ class WorkerHalf:
             for read in reads
         ]
         yield from self.driver.consumer.subscribe(start.request_id, subscriptions, now)
-        yield from self._decline(start, self._plan.declines(len(addresses), start.transfer_id))
+        yield from self._decline(start, plan.declines(ranks, start.transfer_id))
 
     def _decline(
         self, of: ConsumerStart | ConsumerDeclined, ranks: Iterable[int]

@@ -59,8 +59,14 @@ class ModelInfo(_message.Message):
     modalities: _containers.ScalarMap[str, int]
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ..., tokenizer: _Optional[str] = ..., cross_encoder: _Optional[bool] = ..., modalities: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
+class StageLayers(_message.Message):
+    __slots__ = ("layers",)
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class KvEndpoint(_message.Message):
-    __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff")
+    __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff", "stage_layers")
     class LayoutEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -73,12 +79,14 @@ class KvEndpoint(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     compatibility: str
     layout: _containers.ScalarMap[str, str]
     transports: _containers.RepeatedScalarFieldContainer[str]
     handoff: str
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ...) -> None: ...
+    stage_layers: _containers.RepeatedCompositeFieldContainer[StageLayers]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ..., stage_layers: _Optional[_Iterable[_Union[StageLayers, _Mapping]]] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
     __slots__ = ("max_num_seqs", "max_num_batched_tokens", "max_loras")
@@ -626,18 +634,20 @@ class PrefillPhase(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
-    __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "kv_handle", "live")
+    __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "kv_handle", "live", "producer_stage_layers")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     producer_addresses: _containers.RepeatedScalarFieldContainer[str]
     producer_instance_id: str
     kv_handle: bytes
     live: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., producer_addresses: _Optional[_Iterable[str]] = ..., producer_instance_id: _Optional[str] = ..., kv_handle: _Optional[bytes] = ..., live: _Optional[bool] = ...) -> None: ...
+    producer_stage_layers: _containers.RepeatedCompositeFieldContainer[StageLayers]
+    def __init__(self, transfer_id: _Optional[str] = ..., producer_addresses: _Optional[_Iterable[str]] = ..., producer_instance_id: _Optional[str] = ..., kv_handle: _Optional[bytes] = ..., live: _Optional[bool] = ..., producer_stage_layers: _Optional[_Iterable[_Union[StageLayers, _Mapping]]] = ...) -> None: ...
 
 class AggregatedPhase(_message.Message):
     __slots__ = ()

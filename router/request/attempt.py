@@ -365,6 +365,7 @@ class Attempt:
         decode = command.submit.decode
         decode.transfer_id = self._transfer_id
         decode.producer_addresses.extend(info.kv.addresses)
+        decode.producer_stage_layers.extend(wire.stages_to_pb(info.kv.stage_layers))
         decode.producer_instance_id = info.instance_id
         decode.kv_handle = kv_handle
         decode.live = live

@@ -131,8 +131,8 @@ def frame_seeds() -> list[bytes]:
 def kv_messages(data: bytes) -> None:
     """Feed messages with a valid CRC, each after its length."""
     producer: Producer[str] = Producer(
-        plan=CopyPlan((Shard(2, 16, KvGroup(0, 4)),)),
-        chunk_blocks=(1,),
+        plan=CopyPlan((Shard(2, 16, KvGroup(0, 4), (1,)),)),
+        chunk_blocks={0: 1},
         lease_s=9.0,
         heartbeat_s=5.0,
     )
@@ -140,8 +140,8 @@ def kv_messages(data: bytes) -> None:
     producer.progress("t", [[1, 2]], 8, 0.0)
     producer.end("t", (7,), 0.0, held=True, request_id="p")
     consumer: Consumer[str] = Consumer(9.0)
-    group = kv.GroupBlocks(0, 0, [3, 4], [0, 2, 0])
-    part = CopyPlan((Shard(2, 16, KvGroup(0, 4)),)).whole(0)
+    group = kv.GroupBlocks(0, 0, [3, 4], [0, 2, 0], [0, 1, 0])
+    part = CopyPlan((Shard(2, 16, KvGroup(0, 4), (1,)),)).whole(0)
     consumer.subscribe("d", [("link", kv.Subscribe("t", 8, [group]), [part])], 0.0)
     while data:
         size, data = choice(data, 256)
@@ -168,7 +168,7 @@ def to_machines(message: kv.KvMessage, producer: Producer[str], consumer: Consum
 
 
 def kv_seeds() -> list[bytes]:
-    group = kv.GroupBlocks(0, 0, [3, 4], [0, 2, 0])
+    group = kv.GroupBlocks(0, 0, [3, 4], [0, 2, 0], [0, 1, 0])
     made: list[list[kv.KvMessage]] = [
         [kv.Hello(kv.PROTOCOL_VERSION, "c", "p", "same", ["shm", "tcp"], b"n" * 16)],
         [kv.Welcome("p", "b", [{"name": "tcp"}], b"n", b"p"), kv.Select("tcp", {}, b"p")],
@@ -196,15 +196,15 @@ def offers(data: bytes) -> None:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return
     region = SimpleNamespace(geometry=SimpleNamespace(num_layers=1))
-    local: Any = SimpleNamespace(is_host=True, regions=[region])
+    local: Any = SimpleNamespace(is_host=True, regions={0: region})
     mapped().consumer(local, offer, cast("Any", None))
 
 
 def offer_seeds() -> list[bytes]:
     offer = {"socket": "0" * 16 + ".sock", "key": b"k" * 16, "size": 4096}
     made = [
-        {**offer, "geometries": [[1, 4, 64, 64, 256, 0]]},
-        {**offer, "geometries": [[1, 1 << 63, 1, 1, 1, 1]]},
+        {**offer, "geometries": [[0, 1, 4, 64, 64, 256, 0]]},
+        {**offer, "geometries": [[0, 1, 1 << 63, 1, 1, 1, 1]]},
         {**offer, "geometries": []},
     ]
     return [msgspec.msgpack.encode(x) for x in made]

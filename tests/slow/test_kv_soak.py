@@ -144,7 +144,7 @@ class Driver:
         if fate != "unasked":
             ids = target.take(f"d-{tid}", count)
             address, instance_id = (source.address,), source.instance_id
-            start = ConsumerStart(tid, f"d-{tid}", address, instance_id, tokens, [(0, ids)])
+            start = ConsumerStart(tid, f"d-{tid}", address, instance_id, tokens, {0: (0, ids)})
             target.tell("step", {"starts": [start]})
         if fate != "unknown":
             self.prefill(source, tid, count, tokens, fate)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput
-from workers.engine import DecodePhase, PrefillPhase
+from workers.engine import PrefillPhase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,7 +119,9 @@ class EnginePair:
         """Submit to both engines at once, as the router does. Return (prefill stream, decode
         stream)."""
         transfer_id = f"t{next(_TRANSFERS)}"
-        source = DecodePhase(transfer_id, self.prefill.addresses, self.instance_id)
+        source = replace(
+            self.prefill.decode_phase(transfer_id), producer_instance_id=self.instance_id
+        )
         return (
             self.prefill.submit(
                 prompt, sampling, PrefillPhase(transfer_id), resume=resume, media=media

@@ -161,7 +161,11 @@ class EngineProcess:
 
     def decode_phase(self, transfer_id: str) -> DecodePhase:
         """Return the decode phase for a prefill on this engine."""
-        return DecodePhase(transfer_id, self.addresses, self.instance_id)
+        assert self.info.kv is not None
+        stages = self.info.kv.stage_layers
+        return DecodePhase(
+            transfer_id, self.addresses, self.instance_id, producer_stage_layers=stages
+        )
 
     @property
     def pid(self) -> int:

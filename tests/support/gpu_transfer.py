@@ -59,7 +59,7 @@ def heard(link: Any) -> dict[str, Any]:
 
 def producer(name: str, port: int) -> None:
     _, region, made_transport = made(name, 1)
-    local = LocalKv((region,), None)
+    local = LocalKv({0: region}, None)
     link: Any = FakeLink(socket.create_connection(("127.0.0.1", port)))
     say(link, made_transport.offer(local))
     end = made_transport.producer(local, heard(link), link)
@@ -76,7 +76,9 @@ def producer(name: str, port: int) -> None:
     size = region.size_bytes(len(FROM))
     for _ in range(2):
         end.send(
-            ChunkReady("t", 0, len(FROM), size), FROM, PagePart(0, 0, 0, region.geometry.page_bytes)
+            ChunkReady("t", 0, len(FROM), size),
+            FROM,
+            PagePart(0, 0, 0, region.geometry.page_bytes, 0, 0, LAYERS),
         )
         link.write(TransferDone("t", [1], region.digests(FROM), 0.0, 0.0))
     while not link.is_down:  # until the consumer closes
@@ -95,7 +97,7 @@ def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool
         child = subprocess.Popen([*command, str(server.getsockname()[1])])
         try:
             link: Any = FakeLink(server.accept()[0])
-            local = LocalKv((region,), None)
+            local = LocalKv({0: region}, None)
             end, details = made_transport.consumer(local, heard(link), link)
             say(link, details)
             if kills:
@@ -104,7 +106,8 @@ def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool
             if name == "nccl":
                 end.on_inner(link.read().body)
             for _ in range(2):
-                copy = end.receive(link.read(), TO, PagePart(0, 0, 0, region.geometry.page_bytes))
+                whole = PagePart(0, 0, 0, region.geometry.page_bytes, 0, 0, LAYERS)
+                copy = end.receive(link.read(), TO, whole)
                 assert copy.wait() == link.read().digests
             assert not kills, "a producer that was killed sent a whole chunk"
         except (KvTransferError, OSError):

@@ -47,7 +47,7 @@ BLOCK, MAX_TOKENS = 4, 3
 SIDES = {"p": Side.PREFILL, "d": Side.DECODE}
 LEASE_S, RECEIVE_S = 30.0, 60.0
 FIRST_TOKEN = 100
-SHARD = Shard(1, 16, KvGroup(0, BLOCK))
+SHARD = Shard(1, 16, KvGroup(0, BLOCK), (1,))
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
@@ -183,7 +183,7 @@ class HandoffWorld:
         self.begin(self.routers[0])
 
     def new_producer(self) -> Producer[Wire]:
-        return Producer(plan=PLAN, chunk_blocks=(1,), lease_s=LEASE_S, heartbeat_s=5.0)
+        return Producer(plan=PLAN, chunk_blocks={0: 1}, lease_s=LEASE_S, heartbeat_s=5.0)
 
     # -- routers
 
@@ -295,7 +295,7 @@ class HandoffWorld:
         usable = [name for name, link in self.links.items() if link.d_up]
         wire = usable[-1] if usable else [*Wire][len(self.links)]
         self.links.setdefault(wire, ModelLink())
-        group = GroupBlocks(0, 0, blocks, [0, 1, 0])
+        group = GroupBlocks(0, 0, blocks, [0, 1, 0], [0, 1, 0])
         subscription = Subscribe(request.tid, self.chunks * BLOCK, [group])
         wanted = [(wire, subscription, [PLAN.whole(0)])]
         self.do_consumer(self.consumer.subscribe(request.name, wanted, self.now))

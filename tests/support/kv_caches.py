@@ -43,7 +43,7 @@ class HostCache:
     @property
     def local(self) -> LocalKv:
         """The cache as the argument of a transport."""
-        return LocalKv((self.region,), self.shared)
+        return LocalKv({0: self.region}, self.shared)
 
     def snapshot(self) -> bytes:
         """Return every byte, including those between the pages."""

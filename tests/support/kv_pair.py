@@ -106,7 +106,9 @@ class KvWorker:
         names = tuple(each.name for each in self.transports)
         if names:
             self.settings = structs.replace(self.settings, transports=names)
-        shard = self.shard or Shard(1, self.shape.page_bytes, KvGroup(0, BLOCK_SIZE))
+        shard = self.shard or Shard(
+            1, self.shape.page_bytes, KvGroup(0, BLOCK_SIZE), (self.shape.num_layers,)
+        )
         plan = CopyPlan((shard,))
         self.peers = Peers(
             self.settings,
@@ -185,7 +187,7 @@ class KvWorker:
                     (source.address,),
                     source.instance_id,
                     tokens,
-                    [(first, block_ids)],
+                    {0: (first, block_ids)},
                 )
             ]
         )

@@ -261,6 +261,7 @@ class VllmCore:
             layout=dict(first.layout),
             transports=tuple(first.transports),
             handoff=first.handoff,
+            stage_layers=first.stage_layers,
         )
 
     def _read_load(self) -> WorkerLoad:

@@ -27,8 +27,14 @@ def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
         match work.phase:
             case PrefillPhase(transfer_id):
                 part = ProducerParams(transfer_id)
-            case DecodePhase(transfer_id, addresses, instance_id, live=live):
-                part = ConsumerParams(transfer_id, addresses, instance_id, live=live)
+            case DecodePhase(transfer_id, addresses, instance_id):
+                part = ConsumerParams(
+                    transfer_id,
+                    addresses,
+                    instance_id,
+                    live=work.phase.live,
+                    producer_stage_layers=work.phase.producer_stage_layers,
+                )
         ours = TransferParams(part, work.resume_token_ids).to_dict()
         parse(ours)
         return ours

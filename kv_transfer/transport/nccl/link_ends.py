@@ -15,7 +15,7 @@ from kv_transfer.transport.nccl.messages import KINDS, Clear, Ended, Offer
 from kv_transfer.transport.nccl.staging import POLL_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Set
     from contextlib import AbstractContextManager
 
     from kv_transfer.cache.geometry import PagePart
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What an end of a link shares with the other links of its direction, and what the two ends
-    agreed on. `direct`: for each group, True if its blocks are sent without staging."""
+    agreed on. `direct`: the groups whose blocks are sent without staging."""
 
     nccl: Nccl
     gpu: Gpu
     limits: Limits
     staging: Staging
-    regions: Sequence[DeviceRegion]
+    regions: Mapping[int, DeviceRegion]
     slot_bytes: int
-    direct: Sequence[bool]
+    direct: Set[int]
 
 
 class _LinkEnd:
@@ -80,8 +80,8 @@ class NcclProducer(_LinkEnd, ProducerChannel):
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
         whole = self._regions[part.group]
-        region = whole.narrowed(part.source_start, part.size)
-        is_direct = self._direct[part.group] and part.size == whole.geometry.page_bytes
+        region = whole.narrowed(part.source_layers, part.source_start, part.size)
+        is_direct = part.group in self._direct and region is whole
         block_bytes = region.geometry.block_bytes
         self._link.write(chunk)
         with self.communicator.in_use:
@@ -186,8 +186,9 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
     ) -> BlockCopy:
         region = None
         if part is not None:
-            region = self._regions[part.group].narrowed(part.target_start, part.size)
-        is_direct = any(self._direct) if part is None else self._direct[part.group]
+            whole = self._regions[part.group]
+            region = whole.narrowed(part.target_layers, part.target_start, part.size)
+        is_direct = bool(self._direct) if part is None else part.group in self._direct
         block_bytes = chunk.size // max(1, chunk.count)
         with self.communicator.in_use:
             done = 0

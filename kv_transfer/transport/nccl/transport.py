@@ -37,7 +37,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.cache.gpu_memory import DeviceRegion
+from kv_transfer.cache.gpu_memory import device_regions
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.transport import Transport, TransportUnavailable, TransportUsage
 from kv_transfer.transport.nccl.communicators import Communicator, Communicators
@@ -48,6 +48,7 @@ from kv_transfer.transport.nccl.staging import Staging
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_transfer.cache.gpu_memory import DeviceRegion
     from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
     from kv_transfer.protocol.transport import LocalKv
     from kv_transfer.transport.nccl.binding import Nccl
@@ -85,7 +86,7 @@ class NcclTransport(Transport):
             "version": self._version,
             "gpu": self._gpu.uuid,
             "slot_bytes": staging.slot_bytes,
-            "blocks": [region.block_layout for region in _regions_of(local)],
+            "blocks": [[n, each.block_layout] for n, each in _regions_of(local).items()],
         }
 
     def consumer(
@@ -108,13 +109,16 @@ class NcclTransport(Transport):
         if slot_bytes < local.block_bytes:
             raise TransportUnavailable(f"a slot of {slot_bytes} bytes holds no block")
         regions, theirs = _regions_of(local), offer.get("blocks")
-        if not isinstance(theirs, list) or len(theirs) != len(regions):
-            raise TransportUnavailable("the offer is not of this model's KV cache")
+        try:
+            layouts = {int(group): layout for group, layout in theirs or ()}
+        except (TypeError, ValueError):
+            raise TransportUnavailable("the offer is not NCCL's") from None
         direct = [
-            layout is not None
-            and layout == region.block_layout
+            group
+            for group, region in regions.items()
+            if (layout := region.block_layout) is not None
+            and layout == layouts.get(group)
             and region.geometry.block_bytes >= self._limits.min_direct_bytes
-            for region, layout in zip(regions, theirs, strict=True)
         ]
         details = {"slot_bytes": slot_bytes, "direct": direct}
         resources = self._resources(RECEIVER, local, slot_bytes, direct)
@@ -125,14 +129,15 @@ class NcclTransport(Transport):
         if type(slot_bytes) is not int or slot_bytes < local.block_bytes:
             raise ProtocolError(f"slot_bytes {slot_bytes!r} holds no block")
         direct = details.get("direct")
-        if not isinstance(direct, list) or len(direct) != len(local.regions):
-            raise ProtocolError(f"direct {direct!r} is not a list with an item a group")
+        groups = list(local.regions)
+        if not isinstance(direct, list) or not all(group in groups for group in direct):
+            raise ProtocolError(f"direct {direct!r} is not a list of groups")
         slot_bytes = min(slot_bytes, self.staging(SENDER, local).slot_bytes)
         resources = self._resources(SENDER, local, slot_bytes, direct)
         return NcclProducer(self._communicator(SENDER, link), link, resources)
 
     def _resources(
-        self, rank: int, local: LocalKv, slot_bytes: int, direct: Sequence[bool]
+        self, rank: int, local: LocalKv, slot_bytes: int, direct: Sequence[int]
     ) -> Resources:
         return Resources(
             self._nccl,
@@ -141,7 +146,7 @@ class NcclTransport(Transport):
             self.staging(rank, local),
             _regions_of(local),
             slot_bytes,
-            direct,
+            frozenset(direct),
         )
 
     def _communicator(self, rank: int, link: Link) -> Communicator:
@@ -154,7 +159,7 @@ class NcclTransport(Transport):
     def staging(self, rank: int, local: LocalKv) -> Staging:
         """Return the slots of one direction. Raises KvTransferError if there is no memory for them,
         or the KV cache is not on this GPU."""
-        region, limits = _regions_of(local)[0], self._limits
+        region, limits = next(iter(_regions_of(local).values())), self._limits
         if region.views[0].device != self._gpu.device:
             raise KvTransferError(f"the KV cache is not in the memory of {self._gpu.device}")
         with self._lock:
@@ -182,9 +187,9 @@ class NcclTransport(Transport):
         return TransportUsage(held, sum(staging.lost for staging in stagings), totals)
 
 
-def _regions_of(local: LocalKv) -> list[DeviceRegion]:
+def _regions_of(local: LocalKv) -> dict[int, DeviceRegion]:
     """Return the regions of a GPU cache. Raises KvTransferError if it is in host memory."""
-    regions = [region for region in local.regions if isinstance(region, DeviceRegion)]
+    regions = device_regions(local.regions)
     if not regions:
         raise KvTransferError("the KV cache is not in GPU memory")
     return regions

@@ -116,8 +116,8 @@ def test_the_consumer_copies_announced_blocks_from_the_producers_cache(
     source, target = cache(1), cache(2)
     views = [layer.clone() for layer in source] if is_apart else list(source)
     allocate(monkeypatch, *(views if is_apart else [source]))
-    producing = LocalKv((device_region(views, BLOCKS),), None)
-    consuming = LocalKv((device_region(list(target), BLOCKS),), None)
+    producing = LocalKv({0: device_region(views, BLOCKS)}, None)
+    consuming = LocalKv({0: device_region(list(target), BLOCKS)}, None)
     link = Link()
     offer = transport.offer(producing)
     assert offer is not None
@@ -125,7 +125,7 @@ def test_the_consumer_copies_announced_blocks_from_the_producers_cache(
     producer = transport.producer(producing, details, link)  # type: ignore[arg-type]
     digest = producing.regions[0].digests([4, 2])
     size = producing.regions[0].size_bytes(2)
-    whole = PagePart(0, 0, 0, producing.regions[0].geometry.page_bytes)
+    whole = PagePart(0, 0, 0, producing.memory.geometry.page_bytes, 0, 0, len(views))
     producer.send(ChunkReady("t", 0, 2, size), [4, 2], whole)
     want = target.clone()
     want[:, [0, 5]] = source[:, [4, 2]]
@@ -153,20 +153,20 @@ def test_blocks_that_are_one_run_of_bytes_at_both_ends_are_copied_by_copy_engine
     transport = CudaIpcTransport(CudaRuntime(cuda))
     source, target, other = blocks_first(1), blocks_first(2), blocks_first(3, (0, 1, 3, 2, 4))
     allocate(monkeypatch, source)
-    offer = transport.offer(LocalKv((device_region(list(source), BLOCKS),), None))
+    offer = transport.offer(LocalKv({0: device_region(list(source), BLOCKS)}, None))
     assert offer is not None
     region = device_region(list(source), BLOCKS)
-    whole = PagePart(0, 0, 0, region.geometry.page_bytes)
+    whole = PagePart(0, 0, 0, region.geometry.page_bytes, 0, 0, region.geometry.num_layers)
     chunk = ChunkReady("t", 0, 2, region.size_bytes(2), [4, 2])
     for ours in (target, other):
-        local, want = LocalKv((device_region(list(ours), BLOCKS),), None), ours.clone()
+        local, want = LocalKv({0: device_region(list(ours), BLOCKS)}, None), ours.clone()
         consumer, _ = transport.consumer(local, offer, Link())  # type: ignore[arg-type]
         want[:, [0, 5]] = source[:, [4, 2]]
         assert consumer.receive(chunk, [0, 5], whole).wait() == region.digests([4, 2])
         assert torch.equal(ours, want)
         assert cuda.copies == calls  # `other` is laid out differently, and is not copied as bytes
     cuda.copy_error = 700
-    consumer, _ = transport.consumer(LocalKv((region,), None), offer, Link())  # type: ignore[arg-type]
+    consumer, _ = transport.consumer(LocalKv({0: region}, None), offer, Link())  # type: ignore[arg-type]
     with pytest.raises(KvTransferError, match="CUDA"):
         consumer.receive(chunk, [0, 5], whole)
 
@@ -176,7 +176,7 @@ def test_memory_that_cannot_be_mapped_goes_over_the_next_transport(
 ) -> None:
     source = cache(1)
     allocate(monkeypatch, source)
-    local, link = LocalKv((device_region(list(source), BLOCKS),), None), Link()
+    local, link = LocalKv({0: device_region(list(source), BLOCKS)}, None), Link()
     offer = transport.offer(local)
     assert offer is not None
     (group,) = offer["groups"]
@@ -189,7 +189,7 @@ def test_memory_that_cannot_be_mapped_goes_over_the_next_transport(
         ({"handles": [[handle, -1, size]]}, "bytes from -1"),
         ({"handles": [[handle, offset, 0]]}, "0 bytes"),
         ({"handles": [[handle]]}, "cannot map"),
-        ({"groups": [group | {"views": group["views"][:2]}]}, "differ in layers"),
+        ({"groups": [group | {"split": 2}]}, "differ in blocks"),
         ({"groups": [group | {"shape": None}]}, "cannot map"),
         ({"groups": []}, "cannot map"),
     ):
@@ -204,7 +204,7 @@ def test_the_cache_is_exported_once_for_all_links(
 ) -> None:
     source = cache(1)
     allocate(monkeypatch, source)
-    local = LocalKv((device_region(list(source), BLOCKS),), None)
+    local = LocalKv({0: device_region(list(source), BLOCKS)}, None)
     assert transport.offer(local) == transport.offer(local)
     assert cuda.exported == 1
 
@@ -213,7 +213,7 @@ def test_a_cache_that_cuda_does_not_share_is_not_offered(
     cuda: FakeCuda, transport: CudaIpcTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = cache(1)
-    local = LocalKv((device_region(list(source), BLOCKS),), None)
+    local = LocalKv({0: device_region(list(source), BLOCKS)}, None)
     allocate(monkeypatch)  # nothing
     assert transport.offer(local) is None
     allocate(monkeypatch, source)

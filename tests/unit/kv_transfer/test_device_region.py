@@ -105,12 +105,17 @@ def test_some_heads_of_each_block_pass_alone() -> None:
     want[:, 5, 1] = stack(source)[:, 2, 3]
     regions = device_region(source, BLOCKS), device_region(target, BLOCKS)
     head = regions[0].geometry.page_bytes // HEADS
-    move(regions[0].narrowed(3 * head, head), regions[1].narrowed(head, head), [2], [5])
+    every = range(LAYERS)
+    theirs, ours = (
+        regions[0].narrowed(every, 3 * head, head),
+        regions[1].narrowed(every, head, head),
+    )
+    move(theirs, ours, [2], [5])
     assert torch.equal(stack(target), want)
-    assert regions[0].narrowed(head, head) is regions[0].narrowed(head, head)  # made once
+    assert regions[0].narrowed(every, 3 * head, head) is theirs  # made once
     for start, size in ((0, head - 1), (1, head), (HEADS * head, head), (0, 0)):
         with pytest.raises(KvTransferError, match="not whole heads"):
-            regions[0].narrowed(start, size)
+            regions[0].narrowed(every, start, size)
 
 
 def test_a_block_may_be_several_of_the_kernels() -> None:

@@ -33,7 +33,7 @@ class Gpu:
     def __init__(self, worker: KvWorker) -> None:
         self._worker = worker
         self._ends: list[threading.Event] = []
-        region: Any = worker.driver.local.regions[0]
+        region: Any = worker.driver.local.memory
         region.step_end = self._enqueue
 
     def _enqueue(self) -> Any:

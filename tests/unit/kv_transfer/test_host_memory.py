@@ -95,12 +95,12 @@ def test_pages_and_rows_that_change_places_count() -> None:
 
 def test_a_part_of_each_page_is_digested_and_copied_by_itself(way: str) -> None:
     source, target = HostCache(geometry(page=64), seed=5), HostCache(geometry(page=32), seed=6)
-    half = source.region.narrowed(32, 32)
+    half = source.region.narrowed(range(3), 32, 32)
     digests = target.region.copy_from(half, [3], [8])
     assert target.block(8) == [page[32:] for page in source.block(3)]
     assert digests == half.digests([3]) != source.region.digests([3])
     with pytest.raises(KvTransferError, match="page"):
-        source.region.narrowed(48, 32)
+        source.region.narrowed(range(3), 48, 32)
 
 
 @pytest.mark.parametrize("bad", [[24], [-1], [2**40]])
@@ -133,7 +133,7 @@ def shared() -> Iterator[HostCache]:
 
 def test_a_peer_reads_what_the_owner_writes_and_cannot_write(shared: HostCache) -> None:
     assert shared.shared is not None
-    peer = PeerMemory(shared.shared.fd, shared.shared.size, [geometry()])
+    peer = PeerMemory(shared.shared.fd, shared.shared.size, {0: geometry()})
     shared.write(3, seed=9)
     assert [bytes(page) for page in peer.regions[0].pages([3])] == shared.block(3)
     maps = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
@@ -153,7 +153,7 @@ def test_only_sealed_memory_of_the_right_size_is_mapped(shared: HostCache, tmp_p
     wrong = [(fd, size) for fd in (plain, unsealed, one.fileno(), 99999)]
     for fd, expected in [*wrong, (shared.shared.fd, size + 4096)]:
         with pytest.raises((OSError, ValueError)):
-            PeerMemory(fd, expected, [geometry()])
+            PeerMemory(fd, expected, {0: geometry()})
     for fd in (plain, unsealed):
         os.close(fd)
     one.close()

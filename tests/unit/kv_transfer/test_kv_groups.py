@@ -16,15 +16,9 @@ from vllm.v1.kv_cache_interface import (
 
 from kv_transfer.cache.geometry import GroupKind, KvGroup
 from kv_transfer.errors import UnsupportedLayout
-from kv_transfer.protocol.plan import CopyPlan, Shard
 from kv_transfer.vllm.continuation import patch_runner_v1
-from kv_transfer.vllm.kv_layout import (
-    LayerGroup,
-    check_model,
-    describe,
-    groups_of,
-    weights_digest,
-)
+from kv_transfer.vllm.kv_groups import HeldGroup, LayerGroup, groups_of, joined, tables_of
+from kv_transfer.vllm.kv_layout import check_model, describe, held_of, weights_digest
 from kv_transfer.vllm.scheduler_half import SchedulerHalf
 from pdserve.errors import ConfigError
 
@@ -33,6 +27,12 @@ if TYPE_CHECKING:
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 STATE = {"shapes": ((4, 8),), "dtypes": (torch.float32,)}
+MODEL = SimpleNamespace(
+    model="org/name",
+    revision=None,
+    hf_text_config=SimpleNamespace(hidden_size=8, num_hidden_layers=1, num_attention_heads=1),
+    get_vocab_size=lambda: 8,
+)
 
 
 def config(*specs: Any) -> Any:
@@ -40,15 +40,63 @@ def config(*specs: Any) -> Any:
     return SimpleNamespace(transfer_group_ids=range(len(specs)), kv_cache_groups=groups)
 
 
+WINDOW: Any = SlidingWindowSpec(block_size=32, sliding_window=72, **SHAPE)
+FULL: Any = FullAttentionSpec(block_size=32, **SHAPE)
+
+
+def held(*layers: str, table: int = 0, spec: Any = FULL, **fields: str) -> HeldGroup:
+    of_table: Any = SimpleNamespace(
+        transfer_group_ids=[table], kv_cache_groups={table: SimpleNamespace(kv_cache_spec=spec)}
+    )
+    [group] = tables_of(of_table)
+    return HeldGroup(LayerGroup(group, layers, spec), 2, 64, fields, needs_equal_tp=False)
+
+
 def test_groups_are_planned_with_those_first_that_stream() -> None:
-    window = SlidingWindowSpec(block_size=32, sliding_window=72, **SHAPE)
     state = MambaSpec(block_size=2048, **STATE)  # type: ignore[arg-type]
-    found = groups_of(config(window, state, FullAttentionSpec(block_size=32, **SHAPE)))
-    assert [(each.group, each.layers) for each in found] == [
-        (KvGroup(2, 32), ("2",)),
-        (KvGroup(0, 32, GroupKind.WINDOW, 71), ("0",)),
-        (KvGroup(1, 2048, GroupKind.STATE), ("1",)),
+    found = groups_of(config(WINDOW, state, FULL))
+    planned = joined([[HeldGroup(each, 2, 64, {}, needs_equal_tp=False) for each in found]])
+    assert [(each.first.of.group, each.stages) for each in planned] == [
+        (KvGroup(2, 32), (("2",),)),
+        (KvGroup(0, 32, GroupKind.WINDOW, 71), (("0",),)),
+        (KvGroup(1, 2048, GroupKind.STATE), (("1",),)),
     ]
+
+
+def test_stages_of_a_pipeline_have_the_groups_of_the_whole_model() -> None:
+    """The second stage has no layer of the first group, and is alone with the other page layout of
+    the last one."""
+    wide: Any = FullAttentionSpec(block_size=32, **{**SHAPE, "head_size": 128})
+    stages = [
+        [held("0", "1"), held("2", table=2)],
+        [held("3", table=1, spec=WINDOW), held("4", table=2), held("5", table=2, spec=wide)],
+    ]
+    found = joined(stages)
+    assert [each.stages for each in found] == [
+        (("0", "1"), ()),
+        (("2",), ("4",)),
+        ((), ("5",)),
+        ((), ("3",)),
+    ]
+    assert [each.stage_layers for each in found] == [(2, 0), (1, 1), (0, 1), (0, 1)]
+    # One stage has all of them, in the same order.
+    whole = [held("0", "1"), held("3", table=1, spec=WINDOW), held("2", "4", table=2)]
+    one = joined([[*whole, held("5", table=2, spec=wide)]])
+    assert [sum(each.stages, ()) for each in one] == [sum(each.stages, ()) for each in found]
+
+
+def test_stages_that_describe_a_group_differently_are_refused() -> None:
+    with pytest.raises(UnsupportedLayout, match="stage 1 of the pipeline"):
+        joined([[held("0", packing="vec")], [held("1", packing="amx")]])
+
+
+def test_layers_in_another_order_are_another_layout() -> None:
+    def key(*stages: tuple[str, ...]) -> str:
+        model: Any = SimpleNamespace(model_config=MODEL, speculative_config=None)
+        return describe(model, joined([[held(*layers)] for layers in stages]))["layers"]
+
+    assert key(("a", "b", "c")) == key(("a",), ("b", "c")) == key(("a", "b"), ("c",))
+    assert key(("a", "b", "c")) != key(("b", "a"), ("c",))
 
 
 @pytest.mark.parametrize(
@@ -72,12 +120,11 @@ def test_a_cache_that_cannot_be_transferred_is_refused_by_name(spec: Any, name: 
         ),
         ({"hf_text_config": SimpleNamespace(model_type="glm5_next_text")}, "type glm5_next"),
         ({"has_inner_state": True}, "state-space layers and speculative decoding"),
-        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size is 2"),
+        ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size is 2"),
     ],
 )
 def test_models_are_refused_by_their_config(change: dict[str, Any], match: str) -> None:
     parallel = {
-        "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         **change.pop("parallel", {}),
@@ -141,21 +188,17 @@ def test_two_names_of_one_cache_format_are_compatible() -> None:
     """A state's fields need no attention backend."""
     state: Any = MambaSpec(32, **STATE)  # type: ignore[arg-type]
     group = LayerGroup(KvGroup(0, 32, GroupKind.STATE), ("0",), state)
-    plan = CopyPlan((Shard(1, 128, group.group),))
-    text = SimpleNamespace(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-    model = SimpleNamespace(
-        model="org/name", revision=None, hf_text_config=text, get_vocab_size=lambda: 8
-    )
 
     def keys(cache_dtype: str) -> dict[str, str]:
         config: Any = SimpleNamespace(
-            model_config=model,
+            model_config=MODEL,
             speculative_config=None,
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
         cache = torch.zeros(2, 1, 1, 128, dtype=torch.uint8)
-        return describe(config, [group], {"0": cache}, plan)
+        region: Any = SimpleNamespace(geometry=SimpleNamespace(page_bytes=128))
+        return describe(config, joined([[held_of(config, group, {"0": cache}, region)]]))
 
     assert keys("fp8") == keys("fp8_e4m3") != keys("fp8_e5m2")
 

@@ -93,8 +93,8 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.producer: Producer[SimLink] = Producer(
-            plan=CopyPlan(tuple(Shard(1, 16, group) for group in GROUPS)),
-            chunk_blocks=(2, 1, 1),
+            plan=CopyPlan(tuple(Shard(1, 16, group, (1,)) for group in GROUPS)),
+            chunk_blocks={0: 2, 1: 1, 2: 1},
             lease_s=LEASE_S,
             heartbeat_s=5.0,
         )
@@ -217,7 +217,9 @@ class World(RuleBasedStateMachine):
         for n, group in enumerate(GROUPS):
             needed = group.needed(tokens)
             start = max(needed.start, first)
-            target.append(GroupBlocks(n, start, self.blocks(needed.stop - start), [0, 1, 0]))
+            target.append(
+                GroupBlocks(n, start, self.blocks(needed.stop - start), [0, 1, 0], [0, 1, 0])
+            )
         self.requests[tid] = Request(tid, tokens, [self.blocks(count) for _ in GROUPS], target)
         if start:
             self.start_now(self.requests[tid])
@@ -445,3 +447,33 @@ def test_without_mishaps_a_transfer_is_received() -> None:
     world.go_on(times=16)
     assert [type(x) for x in world.requests["t"].outcomes] == [Received]
     assert world.requests["t"].released == 1
+
+
+def test_a_stage_with_only_windows_may_have_no_block_to_send() -> None:
+    """The first token after a chunk of local attention needs none of it. The stage's tokens and its
+    release are still due, and a subscription without blocks that are needed is refused."""
+    chunk = KvGroup(0, BLOCK, GroupKind.CHUNK, 2 * BLOCK)
+    producer: Producer[str] = Producer(
+        plan=CopyPlan((Shard(1, 16, chunk, (1,)),)),
+        chunk_blocks={0: 1},
+        lease_s=30.0,
+        heartbeat_s=5.0,
+    )
+    consumer: Consumer[str] = Consumer(30.0)
+    for name, tokens in (("t", 16), ("u", 18)):
+        wanted = Subscribe(
+            name, tokens, [GroupBlocks(0, -(-tokens // 4), [], [0, 1, 0], [0, 1, 0])]
+        )
+        producer.expect(name, f"p-{name}", 0.0)
+        [subscribe] = consumer.subscribe(f"d-{name}", [("link", wanted, ())], 0.0)
+        actions = producer.on_message("link", subscribe.message, 0.0)
+        actions += producer.progress(name, [list(range(5))], tokens, 0.0)
+        actions += producer.end(name, (7,), 0.0, held=True, request_id=f"p-{name}")
+        for sent in [action for action in actions if isinstance(action, Send)]:
+            for answer in consumer.on_message("link", sent.message, 0.0, "tcp", is_pull=False):
+                actions += producer.on_message("link", answer.message, 0.0)
+        assert Release(f"p-{name}") in actions
+    received, failed = consumer.take_outcomes()
+    assert isinstance(received, Received)
+    assert received.token_ids == (7,)
+    assert isinstance(failed, ReceiveFailed)

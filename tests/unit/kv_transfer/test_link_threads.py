@@ -61,12 +61,13 @@ class Driver:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.local: Any = self
-        self.regions = [self]
+        self.regions = {0: self}
         self.geometry = KvGeometry(1, BLOCKS, PAGE, BLOCKS * PAGE, PAGE)
         self.consumer: Consumer[str] = Consumer(10.0)
 
-        plan = CopyPlan((Shard(1, PAGE, KvGroup(0, 1)),))
-        self.producer = Producer[str](plan=plan, chunk_blocks=(1,), lease_s=30.0, heartbeat_s=5.0)
+        plan = CopyPlan((Shard(1, PAGE, KvGroup(0, 1), (1,)),))
+        self.memory = self
+        self.producer = Producer[str](plan=plan, chunk_blocks={0: 1}, lease_s=30.0, heartbeat_s=5.0)
         self.counters = TransferCounters()
         self.undigested: SimpleQueue[str | None] = SimpleQueue()
         self.is_closing = False
@@ -78,7 +79,7 @@ class Driver:
         (block,) = block_ids
         return self.digesting.receive(ChunkReady("t", block, 1, PAGE), block_ids, None)
 
-    def narrowed(self, start: int, size: int) -> Driver:
+    def narrowed(self, layers: range, start: int, size: int) -> Driver:
         return self
 
     def size_bytes(self, blocks: int) -> int:
@@ -91,9 +92,9 @@ class Driver:
 @pytest.fixture
 def driver() -> Driver:
     made = Driver()
-    blocks = GroupBlocks(0, 0, list(range(BLOCKS)), [0, 1, 0])
+    blocks = GroupBlocks(0, 0, list(range(BLOCKS)), [0, 1, 0], [0, 1, 0])
     subscription = Subscribe("t", BLOCKS, [blocks], 1)
-    made.consumer.subscribe("r", [("link", subscription, [PagePart(0, 0, 0, PAGE)])], 0.0)
+    made.consumer.subscribe("r", [("link", subscription, [PagePart(0, 0, 0, PAGE, 0, 0, 1)])], 0.0)
     return made
 
 

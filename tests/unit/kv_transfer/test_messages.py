@@ -22,7 +22,7 @@ BY_TYPE = {
     "list[int]": st.lists(COUNT, max_size=5),
     "list[str]": st.lists(TEXT, max_size=3),
     str(list[m.GroupBlocks]): st.lists(
-        st.builds(m.GroupBlocks, COUNT, COUNT, *[st.lists(COUNT, max_size=5)] * 2), max_size=3
+        st.builds(m.GroupBlocks, COUNT, COUNT, *[st.lists(COUNT, max_size=5)] * 3), max_size=3
     ),
     "list[dict[str, typing.Any]]": st.lists(st.dictionaries(TEXT, COUNT, max_size=2), max_size=2),
     "dict[str, typing.Any]": st.dictionaries(TEXT, COUNT, max_size=2),
@@ -58,7 +58,9 @@ def test_garbage_is_an_error_and_nothing_else(body: bytes) -> None:
 @given(bit=st.integers(0, 8 * 40 - 1))
 def test_a_flipped_bit_is_found(bit: int) -> None:
     body = bytearray(
-        m.pack(m.Subscribe("transfer", 14, [m.GroupBlocks(0, 0, [9, 3, 4, 17], [0, 1, 0])]))
+        m.pack(
+            m.Subscribe("transfer", 14, [m.GroupBlocks(0, 0, [9, 3, 4, 17], [0, 1, 0], [0, 3, 0])])
+        )
     )
     at = bit // 8 % len(body)
     body[at] ^= 1 << bit % 8

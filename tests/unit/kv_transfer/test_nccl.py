@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 12, 2, 4, 8
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT
-WHOLE = PagePart(0, 0, 0, HEADS * TOKENS * CONTENT)
+WHOLE = PagePart(0, 0, 0, HEADS * TOKENS * CONTENT, 0, 0, LAYERS)
 # A sender's end has room for two, and one receiver's.
 ONE_PAIR = sum(Limits().communicator_bytes(rank) for rank in (SENDER, RECEIVER))
 TWO_SENDERS = ONE_PAIR + Limits().communicator_bytes(SENDER)
@@ -139,7 +139,7 @@ class World:
             for memory, is_across in zip(map(self._memory, (1, 2)), across_layers, strict=True)
         ]
         self.caches = [
-            LocalKv((gpu.own(device_region(list(memory), BLOCKS)),), None)
+            LocalKv({0: gpu.own(device_region(list(memory), BLOCKS))}, None)
             for gpu, memory in zip(self.gpus, self.memory, strict=True)
         ]
         self.producer = NcclTransport(self.nccls[0], self.gpus[0], limits)

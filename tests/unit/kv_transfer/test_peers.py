@@ -294,9 +294,9 @@ def test_kernels_are_used_once_before_a_cache_on_a_gpu_is_offered(
         ConnectorConfig(),
         "instance",
         [],
-        local=LocalKv((region,), None),
+        local=LocalKv({0: region}, None),
         compatibility="same",
-        plan=CopyPlan((Shard(2, 128, KvGroup(0, 4)),)),
+        plan=CopyPlan((Shard(2, 128, KvGroup(0, 4), (1,)),)),
     ).close()
     assert copied == [1, 4]
 

@@ -21,12 +21,12 @@ from kv_transfer.protocol.producer import MAX_EARLY_ITEMS, Producer
 
 
 def subscription(name: str, blocks: int) -> Subscribe:
-    return Subscribe(name, 8, [GroupBlocks(0, 0, list(range(blocks)), [0, 1, 0])])
+    return Subscribe(name, 8, [GroupBlocks(0, 0, list(range(blocks)), [0, 1, 0], [0, 1, 0])])
 
 
 def test_early_subscriptions_are_bounded_by_their_items() -> None:
-    plan = CopyPlan((Shard(1, 16, KvGroup(0, 4)),))
-    producer = Producer[str](plan=plan, chunk_blocks=(1,), lease_s=30.0, heartbeat_s=5.0)
+    plan = CopyPlan((Shard(1, 16, KvGroup(0, 4), (1,)),))
+    producer = Producer[str](plan=plan, chunk_blocks={0: 1}, lease_s=30.0, heartbeat_s=5.0)
 
     links = {name: f"link of {name}" for name in "abcdefg"}
 
@@ -51,7 +51,7 @@ def test_early_subscriptions_are_bounded_by_their_items() -> None:
     "wrong",
     [
         Subscribe("t" * (MAX_ID_CHARS + 1), 8, []),
-        Subscribe("t", 8, [GroupBlocks(0, 0, [], [])] * (MAX_GROUPS + 1)),
+        Subscribe("t", 8, [GroupBlocks(0, 0, [], [], [])] * (MAX_GROUPS + 1)),
     ],
 )
 def test_a_subscription_holds_no_more_than_it_counts(wrong: Subscribe) -> None:

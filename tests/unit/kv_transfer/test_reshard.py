@@ -1,8 +1,9 @@
-"""Workers of several tensor-parallel ranks. Each rank gets its heads from the ranks that have them.
-A failure of one rank fails the request."""
+"""Workers of several tensor-parallel ranks and pipeline stages. Each rank gets the heads of its
+layers from the ranks that have them. A failure of one rank fails the request."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.support.kv_pair import (
     until,
 )
 
-HEADS, HEAD_PAGE = 4, 16
+LAYERS, HEADS, HEAD_PAGE = 3, 4, 16
 PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (8, 2), (2, 8), (8, 8)]
 
 
@@ -57,35 +58,49 @@ class Pool:
         self.step(ended=[ProducerEnded("t", TOKENS, True)])
 
     def start(self, source: Pool, addresses: tuple[str, ...] = ()) -> None:
-        where = addresses or source.addresses
-        self.step(starts=[ConsumerStart("t", "d-t", where, source.instance_id, N, [(0, TO)])])
+        shard = source.ranks[0].shard
+        assert shard is not None
+        self.step(
+            starts=[
+                ConsumerStart(
+                    "t",
+                    "d-t",
+                    addresses or source.addresses,
+                    source.instance_id,
+                    N,
+                    {0: (0, TO)},
+                    tuple((layers,) for layers in shard.stage_layers),
+                )
+            ]
+        )
 
     def until_ended(self) -> None:
         until(lambda: all(rank.ended for rank in self.ranks), *self.ranks)
 
     def heads(self, block: int) -> list[list[bytes]]:
         """Return the block's KV by head of the model and layer."""
-        found: dict[int, list[bytes]] = {}
+        found: dict[int, dict[int, bytes]] = {}
         for rank in self.ranks:
             assert rank.shard is not None
             for i, head in enumerate(rank.shard.heads):
-                pages = rank.cache.block(block)
-                found[head] = [page[i * HEAD_PAGE : (i + 1) * HEAD_PAGE] for page in pages]
-        return [found[head] for head in sorted(found)]
+                for layer, page in zip(rank.shard.layers, rank.cache.block(block), strict=True):
+                    part = page[i * HEAD_PAGE : (i + 1) * HEAD_PAGE]
+                    found.setdefault(head, {})[layer] = part
+        return [[of[layer] for layer in range(LAYERS)] for _, of in sorted(found.items())]
 
 
-def pool(kv_workers: KvWorkers, tp: int, name: str) -> Pool:
+def pool(kv_workers: KvWorkers, tp: int, name: str, stages: tuple[int, ...] = (3,)) -> Pool:
     ranks = []
-    for rank in range(tp):
-        shard = Shard(HEADS, HEAD_PAGE, KvGroup(0, BLOCK_SIZE), tp, rank)
-        shape = geometry(page=len(shard.heads) * HEAD_PAGE)
+    for stage, rank in itertools.product(range(len(stages)), range(tp)):
+        shard = Shard(HEADS, HEAD_PAGE, KvGroup(0, BLOCK_SIZE), stages, tp, rank, stage)
+        shape = geometry(len(shard.layers), page=len(shard.heads) * HEAD_PAGE)
         worker = kv_workers.worker(shape=shape, shard=shard, instance_id=f"instance-{name}")
         ranks.append(worker)
         # Ranks that hold the same heads hold the same bytes.
         for block in FROM:
-            for layer in range(shape.num_layers):
+            for n, layer in enumerate(shard.layers):
                 heads = (bytes([1 + block, 1 + layer, 1 + head, 7]) * 4 for head in shard.heads)
-                worker.cache.put(block, layer, b"".join(heads))
+                worker.cache.put(block, n, b"".join(heads))
     return Pool(ranks)
 
 
@@ -97,11 +112,27 @@ def settle_all(*each: Pool) -> None:
     settle(*(rank for one in each for rank in one.ranks))
 
 
-@pytest.mark.parametrize(("source_tp", "target_tp"), PAIRS)
-def test_every_head_lands_where_its_rank_reads_it(
-    kv_workers: KvWorkers, source_tp: int, target_tp: int
+@pytest.mark.parametrize(
+    ("source_tp", "source_stages", "target_tp", "target_stages"),
+    [
+        *((source, (3,), target, (3,)) for source, target in PAIRS),
+        (1, (2, 1), 1, (3,)),
+        (1, (3,), 1, (1, 2)),
+        (1, (1, 2), 1, (2, 1)),
+        (2, (2, 1), 1, (1, 1, 1)),
+        (2, (1, 2), 4, (3,)),
+        (8, (1, 2), 2, (2, 1)),
+    ],
+)
+def test_every_head_of_every_layer_lands_where_its_rank_reads_it(
+    kv_workers: KvWorkers,
+    source_tp: int,
+    source_stages: tuple[int, ...],
+    target_tp: int,
+    target_stages: tuple[int, ...],
 ) -> None:
-    source, target = pools(kv_workers, source_tp, target_tp)
+    source = pool(kv_workers, source_tp, "s", source_stages)
+    target = pool(kv_workers, target_tp, "t", target_stages)
     outside = [i for i in range(24) if i not in TO]
     before = [[rank.cache.block(i) for i in outside] for rank in target.ranks]
     target.start(source)
@@ -115,7 +146,7 @@ def test_every_head_lands_where_its_rank_reads_it(
         assert rank.arrivals["d-t"].report.blocks == len(TO)
     assert [[rank.cache.block(i) for i in outside] for rank in target.ranks] == before
     # Each once, also those whose heads were read from another rank.
-    assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
+    assert [rank.sent for rank in source.ranks] == [["p-t"]] * len(source.ranks)
     total = sum(rank.arrivals["d-t"].report.bytes for rank in target.ranks)
     assert total == len(TO) * 3 * HEADS * HEAD_PAGE * max(1, target_tp // HEADS)
 

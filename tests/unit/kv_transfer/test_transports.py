@@ -65,7 +65,7 @@ def test_auto_skips_transports_that_the_machine_lacks(
 
 
 def test_a_cache_on_a_gpu_needs_a_transport_that_reaches_it() -> None:
-    local = LocalKv((device_region([torch.zeros(4, 2, 4, 8) for _ in range(3)], 4),), None)
+    local = LocalKv({0: device_region([torch.zeros(4, 2, 4, 8) for _ in range(3)], 4)}, None)
     with pytest.raises(ConfigError, match="none reaches a KV cache in GPU memory"):
         transport.check(transport.make(ConnectorConfig()), local)
     transport.check([Named("nccl")], local)  # type: ignore[list-item]
