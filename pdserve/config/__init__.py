@@ -39,6 +39,7 @@ from pdserve.config.schema import (
     is_address,
     is_exposed,
     is_hub_name,
+    ranks_of,
     refuse,
     served_names,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "load_config",
     "overlay",
     "parse",
+    "ranks_of",
     "read_yaml",
     "refuse",
     "served_names",

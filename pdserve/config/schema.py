@@ -7,16 +7,20 @@ section.
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 from msgspec import Meta, Struct
 
 from pdserve.errors import ConfigError
 from pdserve.security.keys import is_hash
 from pdserve.types import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "pdserve-demo"
@@ -565,7 +569,7 @@ class WorkerConfig(_Section, frozen=True):
     log_level: Lowest level that is logged.
     warm: Load the model, and take no requests before the worker is undrained.
     nnodes: Number of nodes that the worker is spread over, as in vLLM: each runs a part of its
-        tensor-parallel ranks, and one with a `node_rank` above 0 serves nothing else.
+        ranks, and one with a `node_rank` above 0 serves nothing else.
     node_rank: Number of this node. Routers know the worker by node 0.
     master_addr: Address of node 0, which the others connect to.
     master_port: Port of node 0 where the ranks meet. They use other ports, too.
@@ -612,6 +616,7 @@ class WorkerConfig(_Section, frozen=True):
     def __post_init__(self) -> None:
         self._check_nodes()
         self._check_group()
+        self._check_pipeline()
         for entry in self.routers:
             is_file = entry.startswith(FILE_ENTRY)
             address = entry.removeprefix(DNS_ENTRY)
@@ -648,9 +653,9 @@ class WorkerConfig(_Section, frozen=True):
             return
         if not self.master_addr:
             refuse("master_addr", "must be set with nnodes above 1")
-        ranks = self.engine_args.get("tensor_parallel_size", 1)
-        if not isinstance(ranks, int) or ranks % self.nnodes:
-            at = "engine_args.tensor_parallel_size"
+        ranks = ranks_of(self.engine_args)
+        if ranks % self.nnodes:
+            at = "engine_args.tensor_parallel_size × engine_args.pipeline_parallel_size"
             refuse("nnodes", f"must divide {at} ({ranks}), not be {self.nnodes}")
         if self.engine != "vllm":
             refuse("nnodes", f"must be 1 with the engine {self.engine}")
@@ -677,6 +682,17 @@ class WorkerConfig(_Section, frozen=True):
         if self.kv.tiers.host_gib:
             refuse("data_parallel_size", "must be 1 with kv.tiers")
 
+    def _check_pipeline(self) -> None:
+        at = "engine_args.pipeline_parallel_size"
+        if self.engine_args.get("pipeline_parallel_size", 1) == 1:
+            return
+        if self.kv.connector != "pdserve":
+            refuse(at, f"must be 1 with kv.connector {self.kv.connector}")
+        if self.kv.tiers.host_gib:
+            refuse(at, "must be 1 with kv.tiers")
+        if self.data_parallel_size > 1:
+            refuse(at, "must be 1 with data_parallel_size above 1")
+
     @property
     def _hosts(self) -> list[str]:
         """Where it listens for routers, and where routers listen for it."""
@@ -685,6 +701,13 @@ class WorkerConfig(_Section, frozen=True):
     @property
     def served_names(self) -> tuple[str, ...]:
         return served_names(self.model, self.model_names)
+
+
+def ranks_of(engine_args: Mapping[str, object]) -> int:
+    """Return the number of a worker's ranks: tensor-parallel ranks times pipeline stages. A size
+    that is no positive integer counts as one: the engine refuses it."""
+    sizes = (engine_args.get(f"{way}_parallel_size") for way in ("tensor", "pipeline"))
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def served_names(model: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -712,7 +735,7 @@ class RoleConfig(_Section, frozen=True):
         model, compute in step, and start and end as one. For models with experts.
     gpus: GPUs that these workers share out, by NVML index. Empty: those that no other role has.
     nnodes: Number of nodes that each worker is spread over, with `--on ray`: each runs a part of
-        its tensor-parallel ranks.
+        its ranks.
     engine_args: Engine arguments of this role, over those of all workers.
     """
 

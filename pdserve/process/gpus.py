@@ -124,7 +124,7 @@ def share_gpus(wanted: Sequence[Wanted], gpus: Sequence[int]) -> list[tuple[int,
     for theirs, count in wanted:
         pool = theirs or free
         if count > len(pool):
-            reason = f"a worker needs {count} GPUs; it may use {len(pool)}"
+            reason = f"a worker needs {count} GPUs, one a rank; it may use {len(pool)}"
             refuse("worker.engine_args.tensor_parallel_size", reason)
         at = taken[pool] % len(pool)
         at = at if at + count <= len(pool) else 0

@@ -72,11 +72,19 @@ class KindEngines:
 
 @contextlib.asynccontextmanager
 async def kind_engines(
-    model: Path, *, env: Mapping[str, str] | None = None, **more: Any
+    model: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    prefill: Mapping[str, Any] | None = None,
+    decode: Mapping[str, Any] | None = None,
+    prefill_env: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> AsyncIterator[KindEngines]:
-    """Start the engines; `env` applies to the pair. Prompts are computed in chunks of CHUNK
-    tokens."""
+    """Start the engines; `env` applies to the pair, `prefill`, `decode` and `prefill_env` to one of
+    it. Prompts are computed in chunks of CHUNK tokens."""
     arguments = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, **more}
+    own = {"prefill": prefill or {}, "decode": decode or {}, "": {}}
+    envs = {"prefill": {**(env or {}), **(prefill_env or {})}, "decode": env, "": None}
     starts = [
         EngineProcess.start(
             settings(
@@ -84,8 +92,9 @@ async def kind_engines(
                 kv=ConnectorConfig() if name else None,
                 instance_id=name,
                 **arguments,
+                **own[name],
             ),
-            env=env if name else None,
+            env=envs[name],
         )
         for name in ("prefill", "decode", "")
     ]

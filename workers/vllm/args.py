@@ -17,6 +17,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs, get_type_hints
 from vllm.platforms import current_platform
 
+from pdserve.config import ranks_of
 from pdserve.errors import ConfigError
 from workers.vllm.cache import events_config
 from workers.vllm.settings import cpu_cache_bytes, memory_left_to_kv
@@ -132,7 +133,7 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         model=settings.model_path,
         served_model_name=list(settings.model_names),
         disable_log_stats=False,
-        distributed_executor_backend="mp" if args.get("tensor_parallel_size", 1) > 1 else "uni",
+        distributed_executor_backend="mp" if ranks_of(args) > 1 else "uni",
         nnodes=settings.nodes.count,
         node_rank=settings.nodes.rank,
         master_addr=settings.nodes.master_addr or EngineArgs.master_addr,
@@ -204,6 +205,7 @@ def settings_in_effect(config: VllmConfig) -> dict[str, str]:
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
         "enable_expert_parallel": parallel.enable_expert_parallel,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "speculative_config": getattr(config.speculative_config, "method", None),
         "device": config.device_config.device_type,
         "device_name": current_platform.get_device_name(),

@@ -2,8 +2,8 @@
 it says so.
 
 The engine core runs in this process (`LLMEngine` without its multiprocess client), so that tokens
-that arrive with KV can be put into the text state of their request between two steps. With tensor
-parallelism vLLM's multiprocess executor runs the model; its processes end with this one.
+that arrive with KV can be put into the text state of their request between two steps. With several
+ranks vLLM's multiprocess executor runs the model; its processes end with this one.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ from workers.vllm.experts import mend_experts
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lockstep import LockstepEngine
 from workers.vllm.lora import load_in, mend_lora
+from workers.vllm.pipeline import mend_pipeline
 from workers.vllm.rank_links import RankLinks
 from workers.vllm.reasoning import set_gate
 from workers.vllm.self_test import check_computes, measure_steps
@@ -193,6 +194,8 @@ class VllmCore:
             self._executor.collective_rpc(mend_sampling)
         if config.lora_config is not None:
             self._executor.collective_rpc(mend_lora)
+        if parallel.pipeline_parallel_size > 1:
+            self._executor.collective_rpc(mend_pipeline)
         if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
             self._executor.collective_rpc(mend_experts)
 
@@ -248,7 +251,7 @@ class VllmCore:
             settings=settings_in_effect(config),
             unsupported_fields=UNSUPPORTED_FIELDS if config.speculative_config else (),
             device="cpu" if is_cpu else current_platform.get_device_name(),
-            gpus=0 if is_cpu else config.parallel_config.tensor_parallel_size,
+            gpus=0 if is_cpu else config.parallel_config.world_size,
         )
 
     def _endpoint(self) -> KvEndpoint | None:

@@ -44,7 +44,6 @@ _ALWAYS = {
     "enable_prompt_tokens_details": True,
     "enable_request_id_headers": True,
     "headless": False,
-    "pipeline_parallel_size": 1,
 }
 # The number of ranks in a data-parallel group is of a role. Pooling workers have none.
 _GROUP = "data_parallel_size"

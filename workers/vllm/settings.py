@@ -42,7 +42,6 @@ RESERVED = frozenset(
         "data_parallel_external_lb",
         "data_parallel_hybrid_lb",
         "data_parallel_multi_port_external_lb",
-        "pipeline_parallel_size",
         "nnodes",
         "node_rank",
         "master_addr",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdserve.config import ScaledRoleConfig, WorkerConfig, refuse, served_names
+from pdserve.config import ScaledRoleConfig, WorkerConfig, ranks_of, refuse, served_names
 from pdserve.process.gpus import memory_share, share_gpus
 from pdserve.types import Role
 
@@ -136,7 +136,7 @@ def worker_configs(
                         data_parallel_group=first if size > 1 else "",
                     )
                 )
-                wanted.append((pool.gpus, _tensor_parallel(args)))
+                wanted.append((pool.gpus, ranks_of(args)))
                 names[role] += 1
     cards = share_gpus(wanted, tuple(gpus))
     _check_apart(workers, cards)
@@ -187,11 +187,6 @@ def before_on_gpu(workers: Mapping[str, WorkerConfig], name: str) -> list[str]:
         if name in workers and set(workers[other].gpus) & set(workers[name].gpus):
             found.append(other)
     return []
-
-
-def _tensor_parallel(args: Mapping[str, object]) -> int:
-    size = args.get("tensor_parallel_size", 1)
-    return size if isinstance(size, int) and size > 0 else 1  # the engine rejects others
 
 
 def core_pools(

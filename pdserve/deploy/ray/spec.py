@@ -20,6 +20,7 @@ from pdserve.config import (
     ScalingConfig,
     WorkerConfig,
     parse,
+    ranks_of,
     refuse,
     served_names,
     to_mapping,
@@ -206,9 +207,9 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
             if pool.data_parallel_size > 1:
                 refuse(f"{at}.{role}.data_parallel_size", "must be 1 with --on ray")
             args = config.worker.engine_args | model.engine_args | pool.engine_args
-            ranks = args.get("tensor_parallel_size", 1)
+            ranks = ranks_of(args)
             if gpus and ranks != gpus:
-                text = f"is {gpus:g}, but a {role} worker has tensor_parallel_size {ranks}"
+                text = f"is {gpus:g}, but a {role} worker has {ranks} ranks"
                 refuse("--gpus-per-worker", text)
             worker = replace(
                 config.worker,

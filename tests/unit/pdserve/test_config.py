@@ -23,6 +23,10 @@ from pdserve.types import Role
 # Of an engine over two nodes.
 RANK, DP = "data_parallel_size: 2, data_parallel_group: decode-0", "data_parallel_size: 2"
 TWO, TP = "nnodes: 2, master_addr: 10.0.0.1", "engine_args: {tensor_parallel_size: 2}"
+STAGES_KEY, STAGES = (
+    "engine_args.pipeline_parallel_size",
+    "engine_args: {pipeline_parallel_size: 2}",
+)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,16 @@ TWO, TP = "nnodes: 2, master_addr: 10.0.0.1", "engine_args: {tensor_parallel_siz
         ("worker: {node_rank: 1}", "worker.node_rank", "must be below nnodes (1), not 1"),
         ("worker: {nnodes: 2}", "worker.master_addr", "must be set"),
         (f"worker: {{{TWO}, engine_args: {{}}}}", "worker.nnodes", "size (1), not be 2"),
+        (
+            f"worker: {{{STAGES}, kv: {{connector: nixl}}}}",
+            f"worker.{STAGES_KEY}",
+            "connector nixl",
+        ),
+        (
+            f"worker: {{{STAGES}, kv: {{tiers: {{host_gib: 1}}}}}}",
+            f"worker.{STAGES_KEY}",
+            "kv.tiers",
+        ),
         (f"worker: {{{TWO}, {TP}, engine: fake}}", "worker.nnodes", "with the engine fake"),
         (f"worker: {{{TWO}, {TP}, kv: {{connector: nixl}}}}", "worker.nnodes", "connector nixl"),
         (f"worker: {{{TWO}, {TP}, kv: {{tiers: {{host_gib: 1}}}}}}", "worker.nnodes", "kv.tiers"),

@@ -119,7 +119,7 @@ def test_each_role_has_its_own_engine_arguments_and_gpus() -> None:
     worker: {engine_args: {max_model_len: 64, seed: 1}}
     up:
       prefill: {workers: 2, gpus: [4, 5, 6, 7], engine_args: {tensor_parallel_size: 2}}
-      decode: {engine_args: {tensor_parallel_size: 4, seed: 2}}
+      decode: {engine_args: {tensor_parallel_size: 2, pipeline_parallel_size: 2}}
     """
     workers = worker_configs(
         parse(Config, read_yaml(text, "test")), range(3), dict.fromkeys(range(8), ())
@@ -128,7 +128,10 @@ def test_each_role_has_its_own_engine_arguments_and_gpus() -> None:
     assert {name: (x.gpus, x.engine_args) for name, x in workers.items()} == {
         "prefill-0": ((4, 5), common | {"tensor_parallel_size": 2}),
         "prefill-1": ((6, 7), common | {"tensor_parallel_size": 2}),
-        "decode-0": ((0, 1, 2, 3), common | {"tensor_parallel_size": 4, "seed": 2}),
+        "decode-0": (
+            (0, 1, 2, 3),
+            common | {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        ),
     }
 
 

@@ -135,7 +135,7 @@ def test_workers_are_spread_or_packed_where_they_fit() -> None:
 
 
 def test_a_worker_over_several_nodes_takes_its_share_of_each() -> None:
-    ranks = {"up__decode__nnodes": 2, "up__decode__engine_args": {"tensor_parallel_size": 4}}
+    ranks = {"up__decode__nnodes": 2, "up__decode__engine_args": {"pipeline_parallel_size": 4}}
     spec = spec_of(worker__engine="vllm", **ranks)
     decode = spec.workers["decode"]
     assert (decode.nnodes, decode.bundle) == (2, {"CPU": 0.5})

@@ -51,6 +51,7 @@ def test_flags_of_the_server_are_keys_of_the_router() -> None:
     ("flags", "args"),
     [
         ("--max-model-len 8k -tp 2", {"max_model_len": 8000, "tensor_parallel_size": 2}),
+        ("--pipeline-parallel-size 2", {"pipeline_parallel_size": 2}),
         ("--max_num_seqs=4 --max-model-len -1", {"max_num_seqs": 4, "max_model_len": -1}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--compilation-config.mode 3", {"compilation_config": {"mode": 3}}),

@@ -1,0 +1,98 @@
+"""Prefill and decode engines with pipeline stages give the tokens of one aggregated engine, and
+fail as one if a stage's process dies. A live move goes from decode to prefill: each pair shows both
+directions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from pdserve.client import Client
+from pdserve.model.tokenizer import ChatMessage
+from pdserve.types import SamplingParams
+from tests.support import model_kind_checks as checks
+from tests.support.engine_pair import params, prompt
+from tests.support.model_kinds import KINDS, make_kind
+from tests.support.model_matrix import EXACT, STAGED
+from tests.support.pdserve_up import UpProcess
+from tests.support.served_demo import EXPLAIN
+from tests.support.served_up import ServedUp
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2}
+TWO_HEADS: dict[str, Any] = {"tensor_parallel_size": 2}
+UNEVEN = {"VLLM_PP_LAYER_PARTITION": "3,1"}
+
+
+# Environment of prefill, which has two stages, and engine arguments of decode.
+PAIRS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "Llama": ({}, TWO_HEADS),
+    "DeepSeek-V2": ({}, {}),
+    # The last stage of prefill has one layer: with full attention, so none of the windows.
+    "Gemma-2": (UNEVEN, TWO_STAGES),
+    # The first stage of prefill has only chunks, of which the next token may need no block.
+    "Llama-4": (UNEVEN, {}),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+async def test_stages_hand_over_their_layers_exactly(name: str, tmp_path: Path) -> None:
+    prefill_env, decode = PAIRS[name]
+    model = await make_kind(tmp_path / "model", name)
+    more = {**KINDS[name].engine_args, "prefill": TWO_STAGES, "decode": decode}
+    async with checks.kind_engines(model, prefill_env=prefill_env, **more) as of:
+        engines = of.pair.prefill.info.kv, of.pair.decode.info.kv
+        assert len({kv.compatibility for kv in engines if kv is not None}) == 1
+        await checks.check_lengths(of)
+        await checks.check_prefix_hits(of)
+        if STAGED[name] == EXACT:
+            await checks.check_together(of)
+        await checks.check_moves(of)
+        await checks.check_resumed(of)
+        await checks.check_cancels(of)
+        if decode == TWO_STAGES:
+            await check_killed_stage(of)
+
+
+def last_rank(pid: int) -> psutil.Process:
+    """Return the process of the last rank of this engine, which is of the last stage."""
+    children = psutil.Process(pid).children(recursive=True)
+    ranks = [x for x in children if any("spawn_main" in word for word in x.cmdline())]
+    return max(ranks, key=lambda rank: rank.pid)
+
+
+async def check_killed_stage(of: checks.KindEngines) -> None:
+    """Kill the last stage of the decode engine: the whole engine fails, and the prefill engine
+    continues after its tokens."""
+    pair, ids, sampling = of.pair, prompt(1200, 50), params(40, ignore_eos=True)
+    right = await of.right(ids, 40)
+    streams = pair.submit(ids, sampling)
+    decoding = pair.decode.answer(streams[1])
+    await pair.decode.until(lambda: len(decoding.token_ids) >= 5)
+    last_rank(pair.decode.pid).kill()
+    await pair.decode.until(lambda: pair.decode.failure is not None)
+    so_far = [*(await pair.prefill.collect(streams[0])).token_ids, *decoding.token_ids]
+    rest = await pair.prefill.run(ids, sampling, resume=so_far)
+    assert (*so_far, *rest.token_ids) == right
+    await pair.prefill.until_empty()
+
+
+async def test_serve_with_two_stages_hands_over(tmp_path: Path) -> None:
+    flags = ["--host", "127.0.0.1", "--port", "0", "--prefill.pipeline-parallel-size", "2"]
+    up = UpProcess(tmp_path, "demo", *flags, command="serve")
+    try:
+        stack = ServedUp(up)
+        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        async with Client(stack.grpc) as client:
+            messages = [ChatMessage("user", EXPLAIN)]
+            receipt = [d async for d in client.generate(messages, sampling)][-1].receipt
+        assert receipt is not None
+        assert (receipt.prefill_worker, receipt.decode_worker) == ("prefill-0", "decode-0")
+        assert receipt.transfer_blocks > 0
+        assert receipt.fallbacks == ()
+    finally:
+        up.close()
