@@ -15,7 +15,7 @@ from pdserve.types import SamplingParams
 from tests.support import model_kind_checks as checks
 from tests.support.engine_pair import params, prompt
 from tests.support.model_kinds import KINDS, make_kind
-from tests.support.model_matrix import EXACT, STAGED
+from tests.support.model_matrix import STAGED
 from tests.support.pdserve_up import UpProcess
 from tests.support.served_demo import EXPLAIN
 from tests.support.served_up import ServedUp
@@ -49,8 +49,7 @@ async def test_stages_hand_over_their_layers_exactly(name: str, tmp_path: Path) 
         assert len({kv.compatibility for kv in engines if kv is not None}) == 1
         await checks.check_lengths(of)
         await checks.check_prefix_hits(of)
-        if STAGED[name] == EXACT:
-            await checks.check_together(of)
+        await checks.check_together(of)
         await checks.check_moves(of)
         await checks.check_resumed(of)
         await checks.check_cancels(of)

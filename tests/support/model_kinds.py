@@ -106,8 +106,6 @@ KINDS = {
             "n_group": 1,
             "topk_group": 1,
         },
-        limits="several prompts with computed tokens in one step are computed wrongly, also"
-        " in one engine",
     ),
     "Gemma-2": Kind(
         "Gemma2Config",

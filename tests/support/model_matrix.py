@@ -39,14 +39,8 @@ EXACT, FAILED = "exact", "fails"
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
 _LIMIT_S = 600.0
-# Kinds that tests/slow/test_pipeline.py checks with two stages. Two batches are in flight then, so
-# that prompts at once are split over steps in another way than by one stage (see Kind.limits).
-STAGED = {
-    "Llama": EXACT,
-    "DeepSeek-V2": f"{EXACT}, one at a time",
-    "Gemma-2": EXACT,
-    "Llama-4": EXACT,
-}
+# Kinds that tests/slow/test_pipeline.py checks with two stages.
+STAGED = ("Llama", "DeepSeek-V2", "Gemma-2", "Llama-4")
 _COLUMNS = ["model", "KV cache", *CHECKS, IMAGES, "two stages", "limits of vLLM's CPU build"]
 
 
@@ -101,7 +95,7 @@ async def _run(directory: Path, name: str) -> dict[str, str]:
 def row(name: str, found: dict[str, str]) -> str:
     kind = KINDS[name]
     tried = (found.get(what, "-") for what in (*CHECKS, IMAGES))
-    cells = [name, kind.cache, *tried, STAGED.get(name, "-"), kind.limits]
+    cells = [name, kind.cache, *tried, EXACT if name in STAGED else "-", kind.limits]
     return f"| {' | '.join(cells)} |"
 
 

@@ -78,6 +78,7 @@ from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.pipeline import mend_pipeline
 from workers.vllm.rank_links import RankLinks
 from workers.vllm.reasoning import set_gate
+from workers.vllm.rotary import mend_rotary
 from workers.vllm.self_test import check_computes, measure_steps
 from workers.vllm.speculation import UNSUPPORTED_FIELDS, mend_sampling
 from workers.vllm.steps import IdleSteps, StepWatch
@@ -190,6 +191,8 @@ class VllmCore:
         """Replace parts of vLLM's CPU build that do not work, where the model runs."""
         config = self._engine.vllm_config
         parallel = config.parallel_config
+        if config.model_config.use_mla:
+            self._executor.collective_rpc(mend_rotary)
         if config.speculative_config is not None:
             self._executor.collective_rpc(mend_sampling)
         if config.lora_config is not None:
