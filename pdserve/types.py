@@ -352,7 +352,8 @@ class GenerateRequest:
     clock (see pdserve.net.deadline). A lower `priority` is served earlier, as in vLLM. `tenant` is
     empty if no API keys are required. `resume` are answer tokens that the client already has from
     another router. Only requests with the same `cache_salt` share cached prefixes. `media`: the
-    prompt's images, which took `render_s` to fetch and render."""
+    prompt's images, which took `render_s` to fetch and render. `session`: the client's id of the
+    conversation, empty if it sent none."""
 
     request_id: str
     model: str
@@ -371,6 +372,7 @@ class GenerateRequest:
     second_text_at: int = 0  # token index of the second text of a pair, for a cross-encoder
     media: tuple[MediaItem, ...] = ()
     render_s: float = 0.0
+    session: str = field(default="", repr=False)
 
     @property
     def served_name(self) -> str:

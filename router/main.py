@@ -79,6 +79,7 @@ from router.request.record import RECORDS_KEPT
 from router.request.request import RequestServer
 from router.request.retry import RetryBudget
 from router.request.services import EXPORT_TIMEOUT_S, Services
+from router.request.sessions import Sessions
 from router.request.suspects import Suspects
 from router.store.store import open_store
 
@@ -180,6 +181,7 @@ def make_services(
         accounting=accounting,
         budget=budget,
         suspects=Suspects(fleet, links, config.max_worker_deaths),
+        sessions=Sessions(fleet.now, idle_s=config.session_idle_s),
         media_memory=MediaMemory(config.images.memory_mib << 20),
         adapters=adapters,
         queue_timeout_s=patience_s,
@@ -294,6 +296,7 @@ class RouterServer:
         roles = autoscaler.verdicts
         loads, wanted = partial(role_loads, roles), partial(roles_wanted, roles)
         metrics.watch(self.fleet, services.admission, watcher, self.shares, loads, wanted)
+        metrics.watch_sessions(services.sessions)
         watch_tasks(metrics.registry)
         metrics.watch_memory(self._memory)
         await enter(background("memory", self._memory.run))

@@ -29,7 +29,7 @@ from pdserve.types import Role
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 
     from prometheus_client.core import Metric
 
@@ -50,6 +50,7 @@ _COUNTERS = (
     *("pair_probes", "worker_probes", "parser_restarts"),
     *("body_process_failures", "responses_not_stored", "revision_requests"),
     *("tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
+    *("session_turns", "recomputed_tokens"),
     *("engine_seconds", "cost", "energy_joules", "cost_saved"),
 )
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")
@@ -148,6 +149,10 @@ class RouterMetrics(Collector):
             ("memory_limit_bytes", lambda: [((), memory.limit)]),
             ("memory_refusals", lambda: [((), memory.refused)]),
         ]
+
+    def watch_sessions(self, sessions: Sized) -> None:
+        """Add the number of sessions, read at each scrape."""
+        self._readings.append(("sessions", lambda: [((), len(sessions))]))
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         self._counts[name][labels] += by

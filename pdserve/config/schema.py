@@ -351,6 +351,8 @@ class RouterConfig(_Section, frozen=True):
     on_demand_models: Names of models that may have no worker. Requests for one that has none wait
         for its start. `pdserve up` adds those that `up.scaling.to_zero_after_s` stops.
     request_timeout_s: Deadline of a request that gives none.
+    session_idle_s: How long the router remembers a session after its last answer, to prefer the
+        workers that have its history. 0: it does not.
     lease_s: Lease of a worker. One that does not renew it is lost.
     access: Who may connect. API keys of clients are under `tenants`.
     roles: The autoscaler of roles.
@@ -409,6 +411,7 @@ class RouterConfig(_Section, frozen=True):
     tenants: tuple[TenantConfig, ...] = ()
     on_demand_models: tuple[Text, ...] = ()
     request_timeout_s: Duration = 600.0
+    session_idle_s: Amount = 1800.0
     lease_s: Lease = 5.0
     access: RouterAccessConfig = RouterAccessConfig()
     roles: RolesConfig = RolesConfig()

@@ -25,6 +25,9 @@ def details(decision: a.PlacementDecision) -> list[str]:
     more += f", adapter {decision.adapter}" if decision.adapter else ""
     more += f", {decision.images} image(s)" if decision.images else ""
     found.append(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{more}")
+    if decision.session:
+        last = ", ".join(decision.session_workers)
+        found.append(f"session {decision.session}: {f'last on {last}' if last else 'first turn'}")
     if decision.HasField("revision"):
         cohort = f"workers of revision {decision.revision or '(none)'} only"
         if decision.HasField("spilled_from"):

@@ -148,6 +148,13 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _counter(
                 "responses_not_stored", "code", "Answers that were sent but could not be stored."
             ),
+            _gauge("sessions", "", "Conversations remembered (router.session_idle_s)."),
+            _counter("session_turns", "model", "Answers to requests that name a session."),
+            _counter(
+                "recomputed_tokens",
+                "model",
+                "Prompt tokens that a session's last turn had, and that were not cached.",
+            ),
             _gauge("requests_running", "", "Requests admitted."),
             _gauge("requests_queued", "", "Requests waiting for admission."),
         ),

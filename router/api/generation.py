@@ -24,9 +24,10 @@ from router.api.handling import (
 )
 from router.api.images import image_bytes
 from router.api.preprocess import check_request_id, new_request_id
+from router.api.session_ids import check_session_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from aiohttp import web
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
 
 # Bytes of a body. The images in a smaller one are charged as text, which is little.
 _MAY_HAVE_IMAGES = 4096
+
+# `session-id` and `session_id`: Codex. `x-session-affinity`: OpenCode and gateways.
+_SESSION_HEADERS = (
+    *("x-session-id", "session-id", "session_id"),
+    *("x-claude-code-session-id", "x-session-affinity", "x-dynamo-session-id"),
+)
 
 
 class ReadBody(NamedTuple):
@@ -113,9 +120,13 @@ class GenerationApi:
         found = await self._read(kind, data, tenant)
         is_stream = bool(found.body.stream)
         request_id = request_id_of(request, found.body.named_id(), kind.id_prefix)
+        parsed = await self._preprocessor.run(found.size, partial(found.parse, request_id))
+        if session := _session_of(request.headers):
+            for one in parsed:
+                one.session = session
         call = Call(
             found,
-            await self._preprocessor.run(found.size, partial(found.parse, request_id)),
+            parsed,
             request_id,
             tenant,
             _idempotency_key(request),
@@ -168,15 +179,20 @@ class GenerationApi:
             names = Names(model=body.model, previous_response_id=body.previous_response_id)
         else:
             names = await self._large.names(data)
-        previous = b""
+        previous, conversation = b"", ""
         if issubclass(kind, ResponsesRequest):
-            previous = await self._responses.previous_items(names.previous_response_id, tenant)
+            previous, conversation = await self._responses.previous(
+                names.previous_response_id, tenant
+            )
             if len(data) + len(previous) <= most:
                 body = read(kind, data)
                 body.put_before(previous)
+                body.conversation = conversation
                 return ReadBody(body, charge)
         done = await self._large.read(kind.__name__, data, names.model, previous)
         body = await self._preprocessor.run(len(done.body), partial(read, kind, done.body))
+        if isinstance(body, ResponsesRequest):
+            body.conversation = conversation
         return ReadBody(body, charge, done)
 
     async def _serve(self, call: Call, sink: Sink) -> None:
@@ -230,3 +246,11 @@ class GenerationApi:
 def _idempotency_key(request: web.BaseRequest) -> str:
     given = request.headers.get("idempotency-key")
     return "" if given is None else check_request_id(given, field="idempotency-key")
+
+
+def _session_of(headers: Mapping[str, str]) -> str:
+    """Return the session that the headers name, or ""."""
+    for name in _SESSION_HEADERS:
+        if given := headers.get(name):
+            return check_session_id(given, field=name)
+    return ""

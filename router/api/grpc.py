@@ -23,6 +23,7 @@ from router.api.body_process import GENERATE, put_prompts
 from router.api.dialects.fields import check_rest
 from router.api.grpc_requests import read_request
 from router.api.open_requests import END_S
+from router.api.session_ids import check_session_id
 from router.request.answer import ParsedDelta, served
 
 if TYPE_CHECKING:
@@ -89,8 +90,11 @@ class GenerationService(GenerationServicer):
                     raise ModelNotFound(text, field="adapter")
             size, images = request.ByteSize(), _image_bytes(request)
             with self._door.charge(tenant, size, images=images):
+                parsed = await self._read(request, timeout_s=context.time_remaining())
+                session = _metadata(context, "x-session-id") or ""
+                parsed.session = check_session_id(session, field="x-session-id")
                 made = await self._preprocessor.prepare(
-                    await self._read(request, timeout_s=context.time_remaining()),
+                    parsed,
                     tenant=tenant,
                     traceparent=_metadata(context, "traceparent") or "",
                 )

@@ -84,6 +84,7 @@ class ParsedRequest:
     given: Collection[str] = ()
     add_special_tokens: bool | None = None  # None: for text, not for conversations
     cache_salt: str = ""
+    session: str = ""
     echo: bool = False
     only_prompt: bool = False  # echo the prompt and generate nothing
     prompts: int = 1  # number of prompts in the client's request
@@ -237,6 +238,7 @@ class Preprocessor:
             parsing=parsing,
             media=media,
             render_s=render_s,
+            session=parsed.session,
         )
 
     async def _parsing(

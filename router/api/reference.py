@@ -21,8 +21,9 @@ The router honours a field as its row says, or refuses the request with a 400 th
 A null field counts as not set. Errors have OpenAI's shape; on Anthropic's paths, Anthropic's.
 
 With tenants configured, `/v1/...`, `/tokenize`, `/detokenize` and `/tokenizer_info` need a key, as
-`Authorization: Bearer KEY` or `x-api-key: KEY`. `X-Request-Id` names a request in logs and in
-`pdserve explain`. A request with `Idempotency-Key` is answered once
+`Authorization: Bearer KEY` or `x-api-key: KEY`. `X-Session-Id` names a
+request's conversation ([scheduling](scheduling.md#sessions)). `X-Request-Id` names a request in
+logs and in `pdserve explain`. A request with `Idempotency-Key` is answered once
 ([operations](operations.md#ask-again-without-paying-twice)).
 
 ## Endpoints

@@ -26,11 +26,11 @@ class ResponseApi:
     def __init__(self, store: ResponseStore, metrics: RouterMetrics) -> None:
         self._store, self._metrics = store, metrics
 
-    async def previous_items(self, previous: str | None, tenant: str) -> bytes:
-        """Return the JSON of a previous response's items, b"" without `previous`. Raises
-        InvalidRequest if the response is not stored."""
+    async def previous(self, previous: str | None, tenant: str) -> tuple[bytes, str]:
+        """Return (the JSON of a previous response's items, the id of its conversation), both empty
+        without `previous`. Raises InvalidRequest if the response is not stored."""
         if previous is None:
-            return b""
+            return b"", ""
         found = await self._store.items(previous, tenant)
         if found is None:
             field = "previous_response_id"

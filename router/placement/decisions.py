@@ -88,6 +88,8 @@ def _decision_to_pb(recorded: RecordedDecision) -> a.PlacementDecision:
         prefill_only=demand.prefill_only,
         adapter=demand.adapter,
         images=len(demand.media),
+        session=demand.session,
+        session_workers=sorted(demand.session_workers),
         revision=demand.revision,
         spilled_from=demand.spilled_from,
         avoid=sorted(demand.avoid),

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 UNKNOWN = 0.5
 # Weight of the scorer `adapter` for requests with a LoRA adapter; the policy's weights shrink.
 ADAPTER_WEIGHT = 0.3
+# Weight of the scorer `session`. A worker of the last turn loses to another one that has a quarter
+# more of its slots and KV blocks free.
+SESSION_WEIGHT = 0.2
 # Weight of the scorer `local`, if some workers have a distance from the router.
 LOCAL_WEIGHT = 0.3
 # Weight of the distance within a pair. Higher than LOCAL_WEIGHT, because a pair exchanges KV and
@@ -121,6 +124,15 @@ def adapter(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
     return [1.0 if demand.adapter in c.resident else score for c, score in pairs]
 
 
+def session(workers: Workers, demand: Demand, cached: Cached) -> list[float]:
+    """Return 1 for the workers of the session's last turn. 0 for those that have nothing of the
+    prompt cached any more, although others have."""
+    last = demand.session_workers
+    if cached:
+        last = last.intersection(cached)
+    return [float(c.worker_id in last) for c in workers]
+
+
 def local(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
     """Return 1 for workers near the router, and less the farther away their labels are."""
     return [nearness(PRIOR_S[c.router_distance]) for c in workers]
@@ -143,6 +155,8 @@ def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]
 
 def score(workers: Workers, weights: Weights, demand: Demand, cached: Cached) -> Scoreboard:
     more: list[tuple[Scorer, float]] = [(adapter, ADAPTER_WEIGHT)] if demand.adapter else []
+    if demand.session_workers:
+        more.append((session, SESSION_WEIGHT))
     if any(c.router_distance for c in workers):
         more.append((local, LOCAL_WEIGHT))
     if weights and more:
@@ -251,9 +265,9 @@ class Policy:
     ) -> list[Candidate]:
         """Return the workers to score.
 
-        These are all workers of a small pool. Of a large pool they are the workers with the most
-        cached tokens, and random others, seeded by the turn. Each phase has its own `salt`, so that
-        their draws are independent.
+        These are all workers of a small pool. Of a large pool they are those of the session's last
+        turn, those with the most cached tokens, and random others, seeded by the turn. Each phase
+        has its own `salt`, so that their draws are independent.
         """
         turn, cached = decision.turn, decision.cached
         if not self.decode:
@@ -262,8 +276,10 @@ class Policy:
             return workers
         holders = [c for c in workers if c.worker_id in cached] if cached else []
         holders = heapq.nlargest(MOST_CACHED, holders, key=lambda c: cached[c.worker_id])
+        if last := decision.demand.session_workers:
+            holders = [*(c for c in workers if c.worker_id in last), *holders]
         chance = random.Random(2 * turn + salt)
-        others = chance.sample(workers, self.most_scored - len(holders))
+        others = chance.sample(workers, max(1, self.most_scored - len(holders)))
         return list(dict.fromkeys(holders + others))
 
 

@@ -45,6 +45,7 @@ class Demand(Struct, gc=False):
     first. `adapter`: key of a LoRA adapter. `revision`: revision of the workers to use, None for
     all. `spilled_from`: the request's own revision, if that has no usable workers. `cache_salt`:
     part of the block hashes. `media`: content hash, offset and length of each image, likewise.
+    `session`, `session_workers`: id of the conversation, and the workers of its last turn.
     `hashes`: block hashes of `token_ids` by block size, a cache.
     """
 
@@ -63,6 +64,8 @@ class Demand(Struct, gc=False):
     spilled_from: str | None = None
     cache_salt: str = ""
     media: tuple[tuple[str, int, int], ...] = ()
+    session: str = ""
+    session_workers: frozenset[str] = frozenset()
     hashes: dict[int, list[int]] = {}
 
     def __repr__(self) -> str:

@@ -197,8 +197,11 @@ class Placer:
         self._chunks_ahead = prefill_chunks_ahead
         self._turn = 0
 
-    def demand(self, request: GenerateRequest) -> Demand:
+    def demand(
+        self, request: GenerateRequest, session_workers: frozenset[str] = frozenset()
+    ) -> Demand:
         """Return the resources that `request` needs. Its KV is capped at the largest worker's.
+        `session_workers`: ids of the workers of its session's last turn.
 
         Raises ModelNotFound if its model has no workers, UnsupportedField for a sampling parameter
         that any of them refuses, and ContextLengthExceeded if no worker can hold the prompt and one
@@ -242,6 +245,8 @@ class Placer:
             revision=draw(shares, request.request_id) if shares else None,
             cache_salt=request.cache_salt,
             media=tuple([(x.hash, x.offset, x.length) for x in request.media]),
+            session=request.session,
+            session_workers=session_workers,
         )
 
     def reserve(self, demand: Demand) -> Reservation:

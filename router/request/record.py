@@ -28,14 +28,15 @@ class RequestRecord(Struct, eq=False, kw_only=True):
 
     `number` counts requests. `arrived`, `admitted` and `ended` are in seconds on the event loop's
     clock, 0 if it has not happened. `outcome` is the finish reason or the code of the error, ""
-    while the request is open. `reason` and `message` are those of the error. `answers` is empty
-    once the request has ended.
+    while the request is open. `recomputed_tokens`: see Sessions.answered. `reason` and `message`
+    are those of the error. `answers` is empty once the request has ended.
     """
 
     number: int = 0
     request_id: str
     model: str
     tenant: str
+    session: str
     service_class: ServiceClass
     prompt_tokens: int
     arrived: float
@@ -46,6 +47,7 @@ class RequestRecord(Struct, eq=False, kw_only=True):
     reason: str = ""
     message: str = ""
     trace_id: str = ""
+    recomputed_tokens: int = 0
     usage: Usage | None = None
     receipt: Receipt | None = None
     answers: list[Answer] = []

@@ -113,7 +113,8 @@ class RequestServer:
                 span = self._begin_span(self._tracing, request)
                 request = request.under("" if span is None else span.traceparent)
                 record.trace_id = trace_id(request.traceparent)
-            demand = services.placer.demand(request)
+            last = services.sessions.workers_of(request) if request.session else frozenset()
+            demand = services.placer.demand(request, last)
             with (
                 services.admission.enter(request, kv_tokens=demand.kv_tokens) as slot,
                 await self._reserve(slot, demand) as reservation,
@@ -209,6 +210,7 @@ class RequestServer:
             model=request.model,
             tenant=request.tenant,
             service_class=request.service_class,
+            session=request.session,
             prompt_tokens=len(request.prompt_token_ids),
             arrived=self._services.fleet.now(),
         )
@@ -263,6 +265,11 @@ class RequestServer:
         ttft_s = min([x.answer.first_token_at or now for x in generations]) - arrived
         e2e_s = now - arrived
         record.usage, record.receipt, record.ttft_s = usage, receipt, ttft_s
+        if request.session:
+            workers = frozenset((receipt.prefill_worker, receipt.decode_worker)) - {""}
+            record.recomputed_tokens = self._services.sessions.answered(request, usage, workers)
+            metrics.count("session_turns", request.model)
+            metrics.count("recomputed_tokens", request.model, by=record.recomputed_tokens)
         self._count_saved(parent.answer)
         metrics.answered(
             request.model,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from router.placement.cost import CostModel
     from router.request.placer import Placer
     from router.request.retry import RetryBudget
+    from router.request.sessions import Sessions
     from router.request.suspects import Suspects
 
 
@@ -42,6 +43,7 @@ class Services:
     accounting: Accounting
     budget: RetryBudget
     suspects: Suspects
+    sessions: Sessions
     media_memory: MediaMemory
     adapters: Mapping[str, Adapter]
     queue_timeout_s: float = 30.0

@@ -141,14 +141,15 @@ class ResponseStore:
         query = select(responses.c.body).where(named)
         return await self._database.read(lambda db: db.scalar(query))
 
-    async def items(self, response_id: str, tenant: str) -> bytes | None:
-        """Return the items of a conversation up to and including a response, as JSON.
+    async def items(self, response_id: str, tenant: str) -> tuple[bytes, str] | None:
+        """Return (the items of a conversation up to and including a response, as JSON, the
+        conversation's id, which is that of its first response).
 
         Return None if the response does not exist. Raises InvalidRequest if the conversation is too
         long, or a response in it was deleted.
         """
 
-        def work(db: Connection) -> bytes | None:
+        def work(db: Connection) -> tuple[bytes, str] | None:
             table = responses.alias()
             depth = literal(1).label("depth")
             chain = (
@@ -175,7 +176,8 @@ class ResponseStore:
                 own, body = db.execute(query).one()
                 # Join the JSON lists as bytes: decoding up to 16 MiB would take long.
                 parts += [own[1:-1], bytes(msgspec.json.decode(body, type=_Output).output)[1:-1]]
-            return b"[%b]" % b",".join(part for part in parts if part)
+            conversation = db.scalar(_CONVERSATION, {"tenant": tenant, "id": response_id})
+            return b"[%b]" % b",".join(part for part in parts if part), conversation or response_id
 
         return await self._database.read(work)
 

@@ -47,6 +47,7 @@ from router.request.pooling import Embedder
 from router.request.request import RequestServer
 from router.request.retry import RetryBudget
 from router.request.services import Services
+from router.request.sessions import Sessions
 from router.request.suspects import Suspects
 from tests.support.timeouts import WAIT_S
 
@@ -433,6 +434,7 @@ async def running_stack(
             accounting,
             RetryBudget(retry_tokens_per_s),
             Suspects(fleet, connections.links, max_deaths=2),
+            Sessions(fleet.now, idle_s=600.0),
             MediaMemory(MEDIA_BYTES),
             {},
             queue_timeout_s,

@@ -40,6 +40,11 @@ _GPU = (
     *("index", "name", "temperature_c", "memory_used_bytes", "memory_total_bytes"),
     *("utilization_percent", "power_w", "throttled_by", "fault"),
 )
+# Fields of a record that are left out while they are empty.
+_IF_SET = (
+    *("session", "ended", "ttft_s", "outcome", "reason", "message", "trace_id"),
+    "recomputed_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +228,7 @@ def _request(record: RequestRecord) -> Row:
         "arrived": record.arrived,
         "admitted": record.admitted,
     }
-    for name in ("ended", "ttft_s", "outcome", "reason", "message", "trace_id"):
+    for name in _IF_SET:
         if value := getattr(record, name):
             found[name] = value
     if record.receipt is not None:

@@ -45,6 +45,7 @@ from router.api.dialects.fields import (
 )
 from router.api.images import Address, image_at, image_of_base64
 from router.api.preprocess import ParsedRequest, encode_prompt
+from router.api.session_ids import session_of_metadata
 from router.request.answer import pieces
 
 if TYPE_CHECKING:
@@ -262,7 +263,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: Share | None = None
     top_p: Share | None = None
     top_k: TopK = None
-    metadata: Ignored = None
+    metadata: Annotated[
+        Any, Meta(description="A session id in `user_id`, as Claude Code sends it, is used.")
+    ] = None
     diagnostics: Ignored = None
 
     def parse(self, request_id: str) -> list[ParsedRequest]:
@@ -281,6 +284,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             constraint_field="output_config.format",
             given=given.keys(),
             parsing_options=self.read_tools()[1],
+            session=session_of_metadata(self.metadata),
         )
         return [parsed]
 

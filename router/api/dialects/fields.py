@@ -30,6 +30,7 @@ from msgspec import Meta, Struct
 from pdserve.errors import InvalidRequest, UnknownField, UnsupportedField
 from pdserve.types import MAX_SEED, Receipt, SamplingParams, ServiceClass
 from router.api.preprocess import OPEN_ENDED, ParsedRequest
+from router.api.session_ids import MAX_SESSION_ID
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
@@ -44,6 +45,10 @@ TokenId = Annotated[int, Meta(ge=0)]
 TokenIds = Annotated[list[TokenId], Meta(description="Token ids of the model's tokenizer.")]
 NO_EFFECT = "Accepted without effect."
 Ignored = Annotated[Any, Meta(description=NO_EFFECT)]
+SessionId = Annotated[
+    Annotated[str, Meta(max_length=MAX_SESSION_ID, pattern=r"^[^\x00-\x1f\x7f]*$")] | None,
+    Meta(description="Id of the conversation. The header X-Session-Id takes precedence."),
+]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=1 << 30)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 30)] | None

@@ -37,6 +37,7 @@ from router.api.dialects.fields import (
     JsonObjectFormat,
     Known,
     OpenAiBody,
+    SessionId,
     Share,
     Strict,
     Text,
@@ -106,7 +107,6 @@ KNOWN: dict[str, Known] = {
     "rid": Known((), "use request_id"),
     "routed_dp_rank": _NULL,
     "routed_experts_prompt_start": Known((0,)),
-    "session_id": _NULL,
     "session_params": _EMPTY,
     "spaces_between_special_tokens": Known((True,)),
     "stop_regex": Known(([], "")),
@@ -207,6 +207,8 @@ class _TextBody(OpenAiBody, kw_only=True):
     request_id: Annotated[
         str | None, Meta(description="Same as the header X-Request-Id, which takes precedence.")
     ] = None
+    session_id: SessionId = None
+    prompt_cache_key: SessionId = None
     add_special_tokens: Annotated[
         bool | None,
         Meta(description="Add special tokens, such as BOS. Default: only to text."),
@@ -262,6 +264,7 @@ class _TextBody(OpenAiBody, kw_only=True):
         parsed = self._request(prompt, request_id, max_tokens, given)
         parsed.resume = tuple(self.resume_token_ids or ())
         parsed.add_special_tokens = self.add_special_tokens
+        parsed.session = self.session_id or self.prompt_cache_key or ""
         if self.structured_outputs is None:
             parsed.constraint_field = "response_format"
         else:
@@ -345,7 +348,6 @@ class ChatRequest(_TextBody, kw_only=True):
     top_logprobs: _Logprobs | None = None
     metadata: Ignored = None
     safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
     store: Annotated[bool | None, Meta(description="Without effect: answers are not stored.")] = (
         None
     )

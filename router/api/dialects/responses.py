@@ -35,6 +35,7 @@ from router.api.dialects.fields import (
     JsonObjectFormat,
     Known,
     OpenAiBody,
+    SessionId,
     Strict,
     Text,
     TextFormat,
@@ -196,7 +197,7 @@ class ResponsesRequest(OpenAiBody, kw_only=True, dict=True):
     ] = None
     metadata: Annotated[dict[str, str] | None, Meta(description="Repeated in the response.")] = None
     safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
+    prompt_cache_key: SessionId = None
     client_metadata: Ignored = None
 
     def functions(self) -> list[FunctionTool]:
@@ -230,12 +231,20 @@ class ResponsesRequest(OpenAiBody, kw_only=True, dict=True):
         parsed.prompt_field, parsed.max_tokens_field = "input", "max_output_tokens"
         parsed.constraint_field = "text.format"
         parsed.parsing_options = options
+        # A later request that continues this response is of the same session.
+        own = request_id if self.store is not False else ""
+        parsed.session = self.prompt_cache_key or self.conversation or own
         return [parsed]
 
     @cached_property
     def earlier(self) -> list[dict[str, Any]]:
         """Items of the conversation before this request."""
         return []
+
+    @cached_property
+    def conversation(self) -> str:
+        """Id of the stored conversation that this request continues, "" if there is none."""
+        return ""
 
     @cached_property
     def stored_items(self) -> bytes:

@@ -312,6 +312,45 @@ def test_a_worker_with_the_cached_prompt_is_always_among_the_scored() -> None:
         assert found[0] == "p17"
 
 
+# The workers of the session's last turn.
+
+IN_SESSION = structs.replace(DEMAND, session="s", session_workers=frozenset({"p2", "d2"}))
+FOUR = [worker("p1"), worker("p2"), worker("d1"), worker("d2")]
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware", "slo_aware"])
+@pytest.mark.parametrize(
+    ("members", "cached", "expected"),
+    [
+        pytest.param(FOUR, {}, ("p2", "d2"), id="they serve the next turn"),
+        pytest.param([*FOUR[:2], worker("d1", busy(1)), worker("d2", busy(3))], {}, ("p2", "d2"),
+                     id="also if they are a little busier"),
+        pytest.param([*FOUR[:2], worker("d1", IDLE), worker("d2", FULL)], {}, ("p2", "d1"),
+                     id="not if they are full"),
+        pytest.param([FOUR[0], worker("p2", outstanding_tokens=200), *FOUR[2:]], {}, ("p1", "d2"),
+                     id="not if prompts wait there"),
+    ],
+)  # fmt: skip
+def test_a_session_prefers_the_workers_of_its_last_turn(
+    policy: str, members: list[Member], cached: dict[str, int], expected: tuple[str, str]
+) -> None:
+    known = FixedLookups(cached)
+    for turn in range(4):
+        assert place(members, policy, demand=IN_SESSION, turn=turn, known=known) == expected
+
+
+def test_a_session_does_not_prefer_a_worker_that_has_lost_its_history() -> None:
+    found = place(FOUR, "prefix_aware", demand=IN_SESSION, known=FixedLookups({"p1": 64, "d1": 64}))
+    assert found == ("p1", "d1")
+
+
+def test_a_session_finds_its_workers_in_a_large_pool() -> None:
+    demand = structs.replace(DEMAND, session="s", session_workers=frozenset({"p17", "d18"}))
+    for policy in ("least_loaded", "prefix_aware"):
+        found = {place(LARGE, policy, demand=demand, turn=turn) for turn in range(20)}
+        assert found <= {("p17", "d18")}, policy
+
+
 # What is cached against what is loaded. `outstanding_tokens` wait for prefill.
 
 PAIRS = [worker("p1"), worker("p2"), worker("d")]

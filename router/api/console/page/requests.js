@@ -148,7 +148,7 @@ function summaryOf(row) {
 }
 
 function factsOf(row) {
-  const facts = { trace_id: row.trace_id || "not traced", ...row.usage, ...row.receipt };
+  const facts = { trace_id: row.trace_id || "not traced", session: row.session || "none", recomputed_tokens: row.recomputed_tokens ?? 0, ...row.usage, ...row.receipt };
   const shown = Object.entries(facts).map(([name, value]) => {
     const isTime = name.endsWith("_s");
     const text = isTime ? seconds(value) : typeof value === "number" ? number(value, 6) : [].concat(value).join(", ");

@@ -305,6 +305,7 @@ async def test_wrong_path_or_method(
         ({"x-request-id": "a b"}, "x-request-id"),
         ({"x-request-id": "x" * 129}, "x-request-id"),
         ({"content-encoding": "gzip"}, "content-encoding"),
+        ({"x-session-id": "x" * 257}, "x-session-id"),
     ],
 )
 async def test_bad_header_is_refused(apis: RouterApis, headers: dict[str, str], field: str) -> None:
@@ -531,6 +532,30 @@ def test_logprobs_are_encoded_as_they_come(is_chat: bool, monkeypatch: pytest.Mo
 async def test_the_cache_salt_goes_with_the_request(apis: RouterApis) -> None:
     await apis.post(CHAT, chat(cache_salt="s"))
     assert apis.generator.requests[0].cache_salt == "s"
+
+
+CLAUDE_CODE = "user_5f_account__session_3d0c7b1e-7f4e-4c56-9d0e-2b1f6f3a9c11"
+IN_JSON = '{"device_id":"d","session_id":"3d0c7b1e-7f4e-4c56-9d0e-2b1f6f3a9c11"}'
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "headers", "session"),
+    [
+        (CHAT, {}, {}, ""),
+        (CHAT, {"prompt_cache_key": "k"}, {}, "k"),
+        (CHAT, {"prompt_cache_key": "k", "session_id": "s"}, {}, "s"),
+        (CHAT, {"prompt_cache_key": "k"}, {"session_id": "codex"}, "codex"),
+        (CHAT, {}, {"x-session-affinity": "a", "X-Session-Id": "b"}, "b"),
+        ("/v1/messages", {"metadata": {"user_id": CLAUDE_CODE}}, {}, CLAUDE_CODE[-36:]),
+        ("/v1/messages", {"metadata": {"user_id": IN_JSON}}, {}, CLAUDE_CODE[-36:]),
+        ("/v1/messages", {"metadata": {"user_id": "somebody"}}, {}, ""),
+    ],
+)
+async def test_the_session_that_a_client_names_goes_with_the_request(
+    apis: RouterApis, path: str, fields: dict[str, Any], headers: dict[str, str], session: str
+) -> None:
+    assert (await apis.post(path, chat(max_tokens=4, **fields), headers))[0] == 200
+    assert apis.generator.requests[0].session == session
 
 
 async def test_tokens_and_text_are_turned_into_each_other(

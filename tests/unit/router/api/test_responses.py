@@ -235,6 +235,7 @@ async def test_a_stored_response_is_shown_continued_and_deleted(
     said = "<|user|>hi<|assistant|>yo<|user|>so?<|assistant|>"
     prompts = [x.prompt_token_ids for x in apis.generator.requests]
     assert prompts[1:] == [token_ids(said), token_ids(f"{said}yo<|user|>ok<|assistant|>")]
+    assert [x.session for x in apis.generator.requests] == [first.id] * 3
     await official.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         await official.responses.retrieve(first.id)

@@ -27,7 +27,7 @@ async def keep(store: Store, name: str, previous: str | None = None, size: int =
 
 async def items(store: Store, name: str) -> list[str] | None:
     found = await store.responses.items(name, "acme")
-    return None if found is None else [next(iter(x.values())) for x in json.loads(found)]
+    return None if found is None else [next(iter(x.values())) for x in json.loads(found[0])]
 
 
 async def test_a_conversation_is_read_from_its_beginning(open_store: OpenStore) -> None:
@@ -39,6 +39,7 @@ async def test_a_conversation_is_read_from_its_beginning(open_store: OpenStore) 
     assert await items(store, "d") == ["a", "to a", "c", "to c", "d", "to d"]
     assert await items(store, "b") == ["a", "to a", "b", "to b"]
     assert await store.responses.items("a", "other") is None
+    assert (await store.responses.items("d", "acme") or ("", ""))[1] == "a"
     assert json.loads(await store.responses.body("d", "acme") or b"")["id"] == "d"
 
 

@@ -1,0 +1,112 @@
+"""Sessions: what the router remembers of a conversation between its turns.
+
+A session prefers the workers of its last turn (`session` in router/placement/policies.py): they
+have its history cached, also where the router cannot see a worker's cache.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.types import GenerateRequest, Usage
+
+SESSIONS_KEPT = 10_000  # of one tenant, under 1 KiB each
+NO_WORKERS: frozenset[str] = frozenset()
+
+
+class Session(Struct, gc=False):
+    """A conversation of one tenant with one model.
+
+    `used`: time of its last answer. `turns`: its answers. `prompt_tokens`, `cached_tokens`: sums
+    over its turns. `recomputed_tokens`: tokens of earlier turns that were computed again.
+    `history`: tokens of the last turn's prompt and answer. `workers`: ids of those that computed
+    it.
+    """
+
+    used: float
+    turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    history: int = 0
+    workers: frozenset[str] = NO_WORKERS
+
+
+_Sessions = OrderedDict[tuple[str, str, str], Session]
+
+
+class Sessions:
+    """The sessions of each tenant by model, adapter and id, the least recently used first.
+
+    A tenant cannot name the sessions of another one, nor displace them. `idle_s`: a session without
+    an answer for so long is forgotten; 0 keeps none.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], *, idle_s: float, most: int = SESSIONS_KEPT
+    ) -> None:
+        self._now, self._idle_s, self._most = clock, idle_s, most
+        self._tenants: dict[str, _Sessions] = {}
+
+    def __len__(self) -> int:
+        for sessions in self._tenants.values():
+            self._expire(sessions)
+        return sum(map(len, self._tenants.values()))
+
+    def find(self, request: GenerateRequest) -> Session | None:
+        """Return the session of a request, or None if it has none, or this is its first turn."""
+        sessions = self._tenants.get(request.tenant) if request.session else None
+        if sessions is None:
+            return None
+        self._expire(sessions)
+        return sessions.get(_key(request))
+
+    def workers_of(self, request: GenerateRequest) -> frozenset[str]:
+        """Return the ids of the workers of the session's last turn."""
+        found = self.find(request)
+        return NO_WORKERS if found is None else found.workers
+
+    def answered(self, request: GenerateRequest, usage: Usage, workers: frozenset[str]) -> int:
+        """Add a turn to the session of `request`. Return the number of its prompt's tokens that
+        were computed again.
+
+        These are the tokens of the last turn that were not cached, if the prompt begins with that
+        turn. A client that shortens its history makes the number too high.
+        """
+        if not (request.session and self._idle_s):
+            return 0
+        sessions = self._tenants.setdefault(request.tenant, OrderedDict())
+        self._expire(sessions)
+        key, now = _key(request), self._now()
+        session = sessions.get(key)
+        if session is None:
+            session = sessions[key] = Session(now)
+            if len(sessions) > self._most:
+                sessions.popitem(last=False)
+        else:
+            sessions.move_to_end(key)
+        known = min(session.history, usage.prompt_tokens)
+        recomputed = max(0, known - usage.cached_tokens)
+        session.used, session.workers = now, workers
+        session.turns += 1
+        session.prompt_tokens += usage.prompt_tokens
+        session.cached_tokens += usage.cached_tokens
+        session.recomputed_tokens += recomputed
+        session.history = usage.prompt_tokens + usage.completion_tokens
+        return recomputed
+
+    def _expire(self, sessions: _Sessions) -> None:
+        before = self._now() - self._idle_s
+        while sessions and next(iter(sessions.values())).used < before:
+            sessions.popitem(last=False)
+
+
+def _key(request: GenerateRequest) -> tuple[str, str, str]:
+    # An agent may use several models under one id: each has a history of its own.
+    return request.model, request.adapter_key, request.session

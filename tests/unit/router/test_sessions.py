@@ -1,0 +1,68 @@
+"""Sessions: what the router remembers of a conversation."""
+
+from __future__ import annotations
+
+from pdserve.types import GenerateRequest, SamplingParams, Usage
+from router.request.sessions import Sessions
+
+WORKERS = frozenset({"p", "d"})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def turn(session: str = "s", tenant: str = "", model: str = "demo") -> GenerateRequest:
+    return GenerateRequest(
+        "r", model, (1,), SamplingParams(max_tokens=1), tenant=tenant, session=session
+    )
+
+
+def test_a_session_counts_what_its_turns_compute_again() -> None:
+    sessions = Sessions(Clock(), idle_s=10.0)
+    assert sessions.find(turn()) is None
+    assert sessions.answered(turn(), Usage(100, 20, 0), WORKERS) == 0
+    # 96 of the 120 tokens of the first turn were cached.
+    assert sessions.answered(turn(), Usage(150, 20, 96), WORKERS) == 24
+    # The client has shortened its history.
+    assert sessions.answered(turn(), Usage(50, 20, 48), frozenset({"p2"})) == 2
+    found = sessions.find(turn())
+    assert found is not None
+    assert (found.turns, found.prompt_tokens, found.cached_tokens) == (3, 300, 144)
+    assert (found.recomputed_tokens, found.workers) == (26, {"p2"})
+
+
+def test_sessions_of_tenants_and_models_are_apart() -> None:
+    sessions = Sessions(Clock(), idle_s=10.0, most=2)
+    mine = turn(tenant="acme")
+    sessions.answered(mine, Usage(1, 1, 0), WORKERS)
+    for name in ("a", "b", "c"):
+        sessions.answered(turn(name, tenant="other"), Usage(1, 1, 0), WORKERS)
+    assert sessions.workers_of(mine) == WORKERS
+    assert not sessions.workers_of(turn(tenant="other"))
+    assert not sessions.workers_of(turn(tenant="acme", model="large"))
+    assert len(sessions) == 3, "the least recently used one of the other tenant is forgotten"
+    assert not sessions.workers_of(turn("a", tenant="other"))
+
+
+def test_an_idle_session_is_forgotten() -> None:
+    clock = Clock()
+    sessions = Sessions(clock, idle_s=10.0)
+    sessions.answered(turn("a"), Usage(1, 1, 0), WORKERS)
+    clock.now = 6.0
+    sessions.answered(turn("b"), Usage(1, 1, 0), WORKERS)
+    clock.now = 11.0
+    assert sessions.find(turn("a")) is None
+    assert sessions.find(turn("b")) is not None
+    clock.now = 20.0
+    assert len(sessions) == 0
+
+
+def test_without_a_lifetime_nothing_is_kept() -> None:
+    sessions = Sessions(Clock(), idle_s=0.0)
+    sessions.answered(turn(), Usage(1, 1, 0), WORKERS)
+    sessions.answered(turn(""), Usage(1, 1, 0), WORKERS)
+    assert len(sessions) == 0
