@@ -60,7 +60,9 @@ async def test_stages_hand_over_their_layers_exactly(name: str, tmp_path: Path) 
 def last_rank(pid: int) -> psutil.Process:
     """Return the process of the last rank of this engine, which is of the last stage."""
     children = psutil.Process(pid).children(recursive=True)
-    ranks = [x for x in children if any("spawn_main" in word for word in x.cmdline())]
+    # vLLM gives its processes a title if setproctitle is installed.
+    titles = ("VLLM::Worker", "spawn_main")
+    ranks = [x for x in children if any(title in " ".join(x.cmdline()) for title in titles)]
     return max(ranks, key=lambda rank: rank.pid)
 
 
