@@ -309,7 +309,7 @@ def check_render(request: w.RenderRequest, model: ModelInfo) -> None:
     _check_media(Counter(image=len(request.images)), model, field="images")
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: str
     text: str = ""
 
@@ -318,7 +318,7 @@ class _Message(msgspec.Struct):
     """What every engine reads of a message. Chat templates may read more."""
 
     role: str
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
 
 
 def _check_json(text: str, shape: Any, *, field: str) -> None:

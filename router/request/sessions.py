@@ -20,7 +20,7 @@ SESSIONS_KEPT = 10_000  # of one tenant, under 1 KiB each
 NO_WORKERS: frozenset[str] = frozenset()
 
 
-class Session(Struct, gc=False):
+class SessionHistory(Struct, gc=False):
     """A conversation of one tenant with one model.
 
     `used`: time of its last answer. `turns`: its answers. `prompt_tokens`, `cached_tokens`: sums
@@ -38,7 +38,7 @@ class Session(Struct, gc=False):
     workers: frozenset[str] = NO_WORKERS
 
 
-_Sessions = OrderedDict[tuple[str, str, str], Session]
+_Sessions = OrderedDict[tuple[str, str, str], SessionHistory]
 
 
 class Sessions:
@@ -59,7 +59,7 @@ class Sessions:
             self._expire(sessions)
         return sum(map(len, self._tenants.values()))
 
-    def find(self, request: GenerateRequest) -> Session | None:
+    def find(self, request: GenerateRequest) -> SessionHistory | None:
         """Return the session of a request, or None if it has none, or this is its first turn."""
         sessions = self._tenants.get(request.tenant) if request.session else None
         if sessions is None:
@@ -86,7 +86,7 @@ class Sessions:
         key, now = _key(request), self._now()
         session = sessions.get(key)
         if session is None:
-            session = sessions[key] = Session(now)
+            session = sessions[key] = SessionHistory(now)
             if len(sessions) > self._most:
                 sessions.popitem(last=False)
         else:
