@@ -68,7 +68,6 @@ class Kind:
         return {
             "Gemma3": "<start_of_image>",
             "Llava": "<image>",
-            "Pixtral": "[IMG]",
         }.get(family, "<|vision_start|><|image_pad|><|vision_end|>")
 
 
@@ -268,6 +267,9 @@ KINDS = {
         processor=("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
     ),
 }
+KINDS["LLaVA"] = Kind(
+    "LlavaConfig", FULL, processor=("LlavaProcessor", "CLIPImageProcessor"), scale=2.0
+)
 KINDS["Gemma-3, multimodal"] = replace(
     KINDS["Gemma-3"],
     config="Gemma3Config",
@@ -309,13 +311,14 @@ _QWEN_WORDS = {
     "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }
-_GEMMA_IMAGE_TOKENS = 16
+_IMAGE_TOKENS = 16  # of one image, for Gemma and LLaVA
 _GEMMA_WORDS = {
     "image_token": "<image_soft_token>",
     "boi_token": "<start_of_image>",
     "eoi_token": "<end_of_image>",
     **{f"lines_{n}": "\n" * n for n in range(1, 5)},
 }
+_LLAVA_WORDS = {"image_token": "<image>"}
 
 
 async def make_kind(directory: Path, name: str) -> Path:
@@ -331,7 +334,9 @@ def _write_processor(directory: Path, processor: str, *parts: str) -> dict[str, 
     the model's configuration."""
     import transformers
 
-    words = _GEMMA_WORDS if processor.startswith("Gemma") else _QWEN_WORDS
+    words = {"Gemma3Processor": _GEMMA_WORDS, "LlavaProcessor": _LLAVA_WORDS}.get(
+        processor, _QWEN_WORDS
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     tokenizer.add_special_tokens({"additional_special_tokens": list(words.values())})
     tokenizer.save_pretrained(directory)
@@ -339,19 +344,30 @@ def _write_processor(directory: Path, processor: str, *parts: str) -> dict[str, 
     path.write_text(json.dumps(json.loads(path.read_text()) | {"extra_special_tokens": words}))
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     first, *others = [getattr(transformers, part)() for part in parts]
-    more = {}
+    side, more = _VISION["image_size"], {}
+    if words is not _QWEN_WORDS:
+        first.size = {"height": side, "width": side}
     if words is _GEMMA_WORDS:
-        first.size = {"height": _VISION["image_size"], "width": _VISION["image_size"]}
-        more = {"image_seq_length": _GEMMA_IMAGE_TOKENS}
+        more = {"image_seq_length": _IMAGE_TOKENS}
+    elif words is _LLAVA_WORDS:
+        first.crop_size = first.size
+        # CLIP adds a class token, which the default strategy drops.
+        more = {
+            "patch_size": _VISION["patch_size"],
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        }
     whole = getattr(transformers, processor)(first, tokenizer, *others, **more)
     whole.save_pretrained(directory)
     ids = {name: tokenizer.convert_tokens_to_ids(word) for name, word in words.items()}
     if words is _GEMMA_WORDS:
         names = ("image_token", "boi_token", "eoi_token")
         return {
-            "mm_tokens_per_image": _GEMMA_IMAGE_TOKENS,
+            "mm_tokens_per_image": _IMAGE_TOKENS,
             **{f"{name}_index": ids[name] for name in names},
         }
+    if words is _LLAVA_WORDS:
+        return {"image_seq_length": _IMAGE_TOKENS, "image_token_index": ids["image_token"]}
     return {f"{name}_id": number for name, number in ids.items()}
 
 
@@ -383,7 +399,7 @@ def _write(directory: Path, name: str) -> None:
                 scale = table if is_table else kind.scale * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale)
     model.save_pretrained(directory)
-    if kind.config == "Gemma3Config":
+    if kind.config in {"Gemma3Config", "LlavaConfig"}:
         _rename_tower(directory / "model.safetensors")
 
 
