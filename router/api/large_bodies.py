@@ -67,7 +67,8 @@ def read_large(job: Job, tokenizer: Tokenizer | None) -> Done:
     if kind in _TOKENIZER_KINDS:
         if tokenizer is None:
             raise no_tokenizer(model)
-        return Done(body.answer(tokenizer, model))
+        found = body.answer(tokenizer, model)
+        return Done(found) if isinstance(found, bytes) else Done(images=found)
     if isinstance(body, PoolingBody):
         inputs = tokenised(body, tokenizer, model)
         rest = encode(body.without_inputs())
@@ -89,7 +90,8 @@ def _prompts(parsed: list[ParsedRequest], tokenizer: Tokenizer | None, model: Mo
     if isinstance(chat, Conversation) and chat.images:
         if tokenizer is None:
             raise no_tokenizer(model)
-        return Done(images=prompt_with_images(parsed[0], chat, tokenizer, model))
+        add, field = parsed[0].add_special_tokens, parsed[0].prompt_field
+        return Done(images=prompt_with_images(chat, tokenizer, model, add, field=field))
     return Done(tokens=[_pack(prompt_tokens(one, tokenizer, model)) for one in parsed])
 
 

@@ -330,7 +330,12 @@ class Preprocessor:
         chat = parsed.prompt
         if not isinstance(chat, Conversation) or not any(x.parts for x in chat.messages):
             return None
-        return prompt_with_images(parsed, chat, await self.tokenizer(model), model)
+        tokenizer, add = await self.tokenizer(model), parsed.add_special_tokens
+        return prompt_with_images(chat, tokenizer, model, add, field=parsed.prompt_field)
+
+    async def count_with_images(self, prompt: ImagePrompt, model: ModelInfo) -> tuple[int, ...]:
+        """Return the token ids of a prompt with images. Raises as ImageRenderer.render."""
+        return (await self._render(prompt, model, self._now() + self._timeout_s)).token_ids
 
     async def _tokenise(self, parsed: ParsedRequest, model: ModelInfo) -> tuple[int, ...]:
         """Return the prompt's token ids."""
@@ -395,12 +400,18 @@ def no_tokenizer(model: ModelInfo) -> Unavailable:
 
 
 def prompt_with_images(
-    parsed: ParsedRequest, chat: Conversation, tokenizer: Tokenizer, model: ModelInfo
+    chat: Conversation,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    add_special_tokens: bool | None = None,
+    *,
+    field: str,
 ) -> ImagePrompt:
-    """Check a conversation with images, and return it for the renderer. Raises InvalidRequest."""
-    _check_length(chat, tokenizer, model, field=parsed.prompt_field)
+    """Check a conversation with images, and return it for the renderer. Raises InvalidRequest
+    naming `field` or the image."""
+    _check_length(chat, tokenizer, model, field=field)
     tokenizer.check_tools(chat)
-    return image_prompt(chat, model, add_special_tokens=parsed.add_special_tokens)
+    return image_prompt(chat, model, add_special_tokens=add_special_tokens)
 
 
 def prompt_tokens(
@@ -430,9 +441,6 @@ def encode_prompt(
     """Render a prompt and return its token ids. Raises InvalidRequest naming `field`; a prompt that
     cannot fit is refused before it is rendered."""
     _check_length(prompt, tokenizer, model, field=field)
-    if isinstance(prompt, Conversation) and (images := prompt.images):
-        text = f"'{images[0].field}' is not supported: this endpoint counts text alone"
-        raise UnsupportedField(text, field=images[0].field)
     return _encode(prompt, tokenizer, add_special_tokens, field=field)
 
 

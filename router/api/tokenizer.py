@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from router.api.dialects.fields import read
+from router.api.dialects.tokens import DetokenizeRequest
 from router.api.handling import TENANT, json_response, read_body
+from router.api.images import image_bytes
 
 if TYPE_CHECKING:
     from router.admission import Door
     from router.api.body_process import LargeBodies
     from router.api.dialects.anthropic import CountTokensRequest
-    from router.api.dialects.tokens import DetokenizeRequest, TokenizeRequest
+    from router.api.dialects.tokens import TokenizeRequest
     from router.api.preprocess import Preprocessor
+    from router.operations.rendering import ImagePrompt
 
     TokenizerBody = TokenizeRequest | DetokenizeRequest | CountTokensRequest
 
@@ -34,14 +37,21 @@ class TokenizerApi:
 
     async def tokens(self, kind: type[TokenizerBody], request: web.BaseRequest) -> web.Response:
         data = await read_body(request)
-        self._door.charge(request[TENANT], len(data), 1)
+        self._door.charge(request[TENANT], len(data), 1, images=image_bytes(data))
+        found: bytes | ImagePrompt
         if len(data) > self._large.larger_than:
-            names = await self._large.names(data)
-            found = (await self._large.read(kind.__name__, data, names.model)).body
+            name = (await self._large.names(data)).model
+            done = await self._large.read(kind.__name__, data, name)
+            found = done.images or done.body
         else:
             body = read(kind, data)
-            model, _ = self._preprocessor.find(body.model or "")
+            name = body.model
+            model, _ = self._preprocessor.find(name or "")
             tokenizer = await self._preprocessor.tokenizer(model)
             work = partial(body.answer, tokenizer, model)
             found = await self._preprocessor.run(len(data), work)
+        if not isinstance(found, bytes):
+            assert not issubclass(kind, DetokenizeRequest), "it has no images"
+            model, _ = self._preprocessor.find(name or "")
+            found = kind.counted(await self._preprocessor.count_with_images(found, model), model)
         return web.Response(body=found, content_type="application/json")

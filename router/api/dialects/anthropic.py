@@ -44,7 +44,7 @@ from router.api.dialects.fields import (
     refuse,
 )
 from router.api.images import Address, image_at, image_of_base64
-from router.api.preprocess import ParsedRequest, encode_prompt
+from router.api.preprocess import ParsedRequest, encode_prompt, prompt_with_images
 from router.api.session_ids import session_of_metadata
 from router.request.answer import pieces
 
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from pdserve.model.tokenizer import MessageImage, Tokenizer
     from pdserve.types import GenerateRequest, ModelInfo, ToolCallDelta
     from router.api.dialects.fields import Writer
+    from router.operations.rendering import ImagePrompt
     from router.request.answer import AnswerDelta
 
 
@@ -248,9 +249,17 @@ class CountTokensRequest(GenerateBody, kw_only=True):
                 parallel = not self.tool_choice.disable_parallel_tool_use
         return read_tools(tools, choice, parallel)
 
-    def answer(self, tokenizer: Tokenizer, model: ModelInfo) -> bytes:
-        """Return the JSON of the answer. Raises InvalidRequest naming the field."""
-        tokens = encode_prompt(self.conversation(), tokenizer, model, field="messages")
+    def answer(self, tokenizer: Tokenizer, model: ModelInfo) -> bytes | ImagePrompt:
+        """Return the JSON of the answer, or a prompt that a worker must render for `counted`.
+        Raises InvalidRequest naming the field."""
+        chat = self.conversation()
+        if chat.images:
+            return prompt_with_images(chat, tokenizer, model, field="messages")
+        return self.counted(encode_prompt(chat, tokenizer, model, field="messages"), model)
+
+    @staticmethod
+    def counted(tokens: tuple[int, ...], model: ModelInfo) -> bytes:
+        """Return the JSON of the answer for a prompt of these tokens."""
         return encode({"input_tokens": len(tokens)})
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
+from pdserve.model.tokenizer import Conversation
 from router.api.dialects.conversation import (
     Begins,
     Continues,
@@ -24,11 +25,12 @@ from router.api.dialects.fields import (
     knows,
     refuse,
 )
-from router.api.preprocess import check_ids, encode_prompt
+from router.api.preprocess import check_ids, encode_prompt, prompt_with_images
 
 if TYPE_CHECKING:
-    from pdserve.model.tokenizer import Conversation, Tokenizer
+    from pdserve.model.tokenizer import Tokenizer
     from pdserve.types import ModelInfo
+    from router.operations.rendering import ImagePrompt
 
 
 @knows(
@@ -60,10 +62,18 @@ class TokenizeRequest(Body, kw_only=True):
             refuse("messages", "cannot be combined with prompt")
         return conversation(self) if self.prompt is None else self.prompt
 
-    def answer(self, tokenizer: Tokenizer, model: ModelInfo) -> bytes:
-        """Return the JSON of the answer. Raises InvalidRequest naming the field."""
+    def answer(self, tokenizer: Tokenizer, model: ModelInfo) -> bytes | ImagePrompt:
+        """Return the JSON of the answer, or a prompt that a worker must render for `counted`.
+        Raises InvalidRequest naming the field."""
         field, add = "messages" if self.prompt is None else "prompt", self.add_special_tokens
-        tokens = encode_prompt(self.content(), tokenizer, model, add, field=field)
+        prompt = self.content()
+        if isinstance(prompt, Conversation) and prompt.images:
+            return prompt_with_images(prompt, tokenizer, model, add, field=field)
+        return self.counted(encode_prompt(prompt, tokenizer, model, add, field=field), model)
+
+    @staticmethod
+    def counted(tokens: tuple[int, ...], model: ModelInfo) -> bytes:
+        """Return the JSON of the answer for a prompt of these tokens."""
         found = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
         return encode({**found, "token_strs": None})
 

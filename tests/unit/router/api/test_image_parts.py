@@ -149,12 +149,18 @@ async def test_a_model_without_eyes_refuses_images(apis: RouterApis, path: str) 
     assert "model demo takes no images" in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/tokenize", f"{MESSAGES}/count_tokens"])
-async def test_endpoints_that_count_text_refuse_images(apis: RouterApis, path: str) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    ("path", "field"), [("/tokenize", "count"), (f"{MESSAGES}/count_tokens", "input_tokens")]
+)
+async def test_images_are_counted(
+    apis: RouterApis, rendered: FakeRenderer, path: str, field: str, is_large: bool
+) -> None:
     body = {"messages": BODIES[MESSAGES if path.startswith("/v1") else CHAT]["messages"]}
-    status, answer = await apis.post(path, body)
-    assert status == 400
-    assert "text alone" in answer["error"]["message"]
+    status, answer = await apis.post(path, padded(body) if is_large else body)
+    assert (status, answer[field]) == (200, 4), answer
+    (prompt,) = rendered.prompts
+    assert [x.data for x in prompt.images] == [RED, BLUE]
 
 
 async def test_grpc_refuses_a_message_with_content_and_parts(apis: RouterApis) -> None:
