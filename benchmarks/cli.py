@@ -66,6 +66,10 @@ _SHAPE: Final[tuple[_Option, ...]] = (
     *_CUTS,
 )
 _LOAD: Final[tuple[_Option, ...]] = (
+    *(
+        (f"--{role}-ranks", "N", _count, 1, f"workers in each data-parallel group of {role}")
+        for role in ("prefill", "decode", "aggregated")
+    ),
     _TRACE,
     ("--tokens-in", "N", _count, None, "mean, instead of a trace"),
     ("--tokens-out", "N", _count, 200, "mean, with --tokens-in"),
@@ -87,9 +91,9 @@ _LOAD: Final[tuple[_Option, ...]] = (
     _JSON,
 )
 _WORKERS: Final[tuple[_Option, ...]] = (
-    ("--prefill", "N", _whole, 1, "workers"),
-    ("--decode", "N", _whole, 1, "workers"),
-    ("--aggregated", "N", _whole, 0, "workers"),
+    ("--prefill", "N", _whole, 1, "workers, or groups"),
+    ("--decode", "N", _whole, 1, "workers, or groups"),
+    ("--aggregated", "N", _whole, 0, "workers, or groups"),
 )
 _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
     "replay": (

@@ -43,6 +43,7 @@ from router.placement.decisions import DecisionLog
 from router.placement.revisions import RevisionShares
 from router.request.request import RequestServer
 from workers.fake.engine import FakeEngine
+from workers.fake.lockstep import FakeLockstep
 from workers.fake.settings import FakeSettings
 from workers.intake import Intake
 from workers.service import WorkerService
@@ -97,11 +98,15 @@ class Setup:
     """A service and its load. Requests arrive at a mean of `rate_per_s`, with the trace's spacing.
     The workers of each role are distributed over `regions` in turn; the router is in the first.
     `scale`: if set, the prefill and decode workers scale with the load, from their given number up
-    to this number per role. A new worker takes `cold_start_s` to start."""
+    to this number per role. A new worker takes `cold_start_s` to start. `prefill`, `decode` and
+    `aggregated` count data-parallel groups, each of as many workers as `*_ranks` says."""
 
     prefill: int = 0
     decode: int = 0
     aggregated: int = 0
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+    aggregated_ranks: int = 1
     regions: int = 1
     scale: int = 0
     cold_start_s: float = 0.0
@@ -115,8 +120,8 @@ class Setup:
 
     @property
     def name(self) -> str:
-        apart = f"{self.prefill}P{self.decode}D" if self.prefill or self.decode else ""
-        return apart + (f"{self.aggregated}A" if self.aggregated else "")
+        roles = (role for role in _ROLES if getattr(self, role))
+        return "".join(f"{_in_groups(self, role)}{role[0].upper()}" for role in roles)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -216,6 +221,8 @@ def simulate(
     )
     if setup.scale and (setup.aggregated or setup.scale < max(setup.prefill, setup.decode)):
         raise BenchError("--scale must not be below --prefill and --decode, without --aggregated")
+    if setup.scale and max(setup.prefill_ranks, setup.decode_ranks) > 1:
+        raise BenchError("--scale does not scale data-parallel groups: remove --*-ranks")
     random.seed(setup.seed)  # for the jitter of pauses
     scaled: list[dict[str, float]] = []
 
@@ -233,6 +240,12 @@ def simulate(
         | ({"scaled": scaled} if scaled else {}),
         settings={**result.settings, **asdict(setup), "policy": config.policy},
     )
+
+
+def _in_groups(service: Setup | CapacityPlan, role: str) -> str:
+    """Return the number of a role's workers, as `2` or, of groups of four, `2x4`."""
+    count, ranks = getattr(service, role), getattr(service, f"{role}_ranks")
+    return f"{count}x{ranks}" if ranks > 1 else str(count)
 
 
 def _region(setup: Setup, number: int) -> str:
@@ -279,7 +292,7 @@ async def _start(
     )
     server = RequestServer(router)
 
-    async def add(role: Role, number: int) -> None:
+    async def add(role: Role, number: int, group: str, lockstep: FakeLockstep | None) -> None:
         region = _region(setup, number)
         name = f"{role}-{number}" + (f"@{region}" if setup.regions > 1 else "")
         settings = FakeSettings(
@@ -291,23 +304,27 @@ async def _start(
             listens=False,
         )
         kv = None if role is Role.AGGREGATED else ConnectorConfig()
-        fake = FakeEngine(_MODEL, settings, kv, name)
+        fake = FakeEngine(_MODEL, settings, kv, name, lockstep)
         service = services[name] = WorkerService(fake, Intake(role), name)
         stack.push_async_callback(service.close)
         engine = await service.start()
         told: dict[str, Any] = {field: getattr(engine, field) for field in _OF_ENGINE}
         told |= dict.fromkeys(("worker_id", "instance_id", "address", "session_address"), name)
-        fleet.register(WorkerInfo(role=role, topology={"region": region}, **told))
+        fleet.register(WorkerInfo(role=role, group=group, topology={"region": region}, **told))
 
     for role in map(Role, _ROLES):
-        for number in range(getattr(setup, role)):
-            await add(role, number)
+        ranks = getattr(setup, f"{role}_ranks")
+        for first in range(0, getattr(setup, role) * ranks, ranks):
+            group, lockstep = (f"{role}-{first}", FakeLockstep()) if ranks > 1 else ("", None)
+            for number in range(first, first + ranks):
+                await add(role, number, group, lockstep)
     await stack.enter_async_context(connections)
     checks = partial(run_checks, fleet, connections, accounting)
     await stack.enter_async_context(background("fleet-checks", checks))
     await stack.enter_async_context(background("admit", server.admit_queued))
     if setup.scale:
-        follow = partial(_follow_load, setup, router, add, scaled)
+        more = partial(add, group="", lockstep=None)
+        follow = partial(_follow_load, setup, router, more, scaled)
         await stack.enter_async_context(background("scale", follow))
     # Wait until the router has connected to the workers, so that they are ready for the first
     # request.
@@ -386,11 +403,15 @@ _ROLES: Final = ("prefill", "decode", "aggregated")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPlan:
-    """A service that meets the SLOs. `cost_per_million`: price of a million output tokens."""
+    """A service that meets the SLOs. `prefill`, `decode` and `aggregated` count data-parallel
+    groups of `*_ranks` workers. `cost_per_million`: price of a million output tokens."""
 
     prefill: int
     decode: int
     aggregated: int
+    prefill_ranks: int
+    decode_ranks: int
+    aggregated_ranks: int
     attainment: float
     requests_per_s: float
     ttft_p99_s: float | None
@@ -399,14 +420,20 @@ class CapacityPlan:
 
     @property
     def workers(self) -> int:
-        return self.prefill + self.decode + self.aggregated
+        return _workers(self)
 
     def row(self) -> list[object]:
         """Return the cells of the table."""
-        apart = f"{self.prefill} prefill, {self.decode} decode"
+        numbers = ", ".join(f"{_in_groups(self, role)} {role}" for role in _ROLES[:2])
+        whole = _in_groups(self, _ROLES[2]) if self.aggregated_ranks > 1 else ""
+        service = numbers if self.prefill else f"{whole} aggregated".strip()
         times_ms = [x if x is None else x * 1000 for x in (self.ttft_p99_s, self.tpot_p99_s)]
         rest = [f"{self.attainment:.1%}", self.requests_per_s, *times_ms, self.cost_per_million]
-        return [apart if self.prefill else "aggregated", self.workers, *rest]
+        return [service, self.workers, *rest]
+
+
+def _workers(service: Setup | CapacityPlan) -> int:
+    return sum(getattr(service, role) * getattr(service, f"{role}_ranks") for role in _ROLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,20 +456,22 @@ class Planner:
         if not self._passes(self._run(alone)):
             raise BenchError("a request alone in the service misses the SLOs: no number helps")
         prefill, decode = self._guess()
-        scale = max(1, ceil((prefill + decode) / MOST_WORKERS))
+        guess = replace(self.setup, prefill=prefill, decode=decode, aggregated=0)
+        scale = min(max(1, ceil(_workers(guess) / MOST_WORKERS)), max(prefill, decode))
         small = replace(self.setup, rate_per_s=self.setup.rate_per_s / scale)
         first = replace(small, prefill=ceil(prefill / scale), decode=ceil(decode / scale))
-        whole = replace(small, prefill=0, decode=0, aggregated=first.prefill + first.decode)
+        groups = ceil(_workers(first) / self.setup.aggregated_ranks)
+        whole = replace(small, prefill=0, decode=0, aggregated=groups)
         return [self._search(start, scale) for start in (first, whole)]
 
     def _guess(self) -> tuple[int, int]:
-        """Return the first guess of prefill and decode workers: load / capacity of one worker."""
+        """Return the first guess of prefill and decode groups: load / capacity of one group."""
         s, costs = self.setup, self.setup.costs
         cut = shape_workload(self.trace, self.shape).cut
         answer_s = cut.mean_output * (costs.step_s + s.max_num_seqs * costs.decode_s)
         prefill_s = costs.step_s + cut.mean_input * costs.prefill_s
-        prefill = s.rate_per_s * prefill_s / BUSY
-        decode = s.rate_per_s * answer_s / s.max_num_seqs / BUSY
+        prefill = s.rate_per_s * prefill_s / BUSY / s.prefill_ranks
+        decode = s.rate_per_s * answer_s / s.max_num_seqs / BUSY / s.decode_ranks
         return max(1, ceil(prefill)), max(1, ceil(decode))
 
     def _search(self, setup: Setup, scale: int) -> CapacityPlan:
@@ -463,13 +492,15 @@ class Planner:
                     break
                 setup, summary = less, found
         counts = {role: getattr(setup, role) * scale for role in _ROLES}
+        ranks = {name: getattr(setup, name) for name in (f"{role}_ranks" for role in _ROLES)}
         tokens_per_h = summary.output_tokens_per_s * scale * 3600
         cost = None
         if self.price is not None and tokens_per_h:
-            cost = self.price * sum(counts.values()) / tokens_per_h * 1e6
+            cost = self.price * _workers(setup) * scale / tokens_per_h * 1e6
         ttft, tpot = summary.latency["ttft"], summary.latency["tpot"]
         return CapacityPlan(
             **counts,
+            **ranks,
             attainment=0.0 if summary.slo is None else summary.slo.attainment,
             requests_per_s=summary.completed_per_s * scale,
             ttft_p99_s=None if ttft is None else ttft.p99,

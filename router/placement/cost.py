@@ -122,7 +122,7 @@ class StepModel(Struct, frozen=True):
             step + request * batch.reqs / DECODE_REQS + context * batch.kv_tokens / DECODE_KV_TOKENS
         )
 
-    def prompt_s(self, tokens: int, pairs: float) -> float:
+    def prompt_s(self, tokens: float, pairs: float) -> float:
         """Return the time that a prompt adds to the steps that compute it."""
         _, token, pair, _, _ = self.coefficients
         return token * tokens / PREFILL_TOKENS + pair * pairs / PREFILL_PAIRS
@@ -133,8 +133,12 @@ class StepModel(Struct, frozen=True):
         # The fit says little about prompts far longer than any measured one.
         if not self.knows_prefill or work.end > MAX_EXTRAPOLATION * self.prefill_end:
             return None
-        steps = math.ceil(work.tokens / self.chunk_tokens) if self.chunk_tokens else 1
-        return steps * self.decode_step_s(running) + self.prompt_s(work.tokens, work.pairs)
+        steps_s = self.steps_of(work.tokens) * self.decode_step_s(running)
+        return steps_s + self.prompt_s(work.tokens, work.pairs)
+
+    def steps_of(self, tokens: int) -> int:
+        """Return the number of steps that compute prompts of so many tokens."""
+        return math.ceil(tokens / self.chunk_tokens) if self.chunk_tokens else 1
 
 
 def fit_steps(own: StepMoments, pool: StepMoments, chunk_tokens: int = 0) -> StepModel:
@@ -278,6 +282,7 @@ class MeasuredWorker(Protocol):
     def steps(self) -> StepMoments | None: ...
     @property
     def state(self) -> MemberState: ...
+    def seen(self) -> Candidate: ...
 
 
 class MeasuredFleet(Protocol):
@@ -387,14 +392,16 @@ class CostModel:
     ) -> Prediction | None:
         """Predict a placement. Without `prefill` it is aggregated on `decode`. Return None while
         too little was measured."""
-        steps, batch = self.step_model(decode.worker_id), decode_batch(decode)
+        steps = self.step_model(decode.worker_id)
         if steps is None or not steps.knows_decode:
             return None
-        if prefill is None and batch.reqs >= decode.info.limits.max_num_seqs:
+        if prefill is None and decode_batch(decode).reqs >= decode.info.limits.max_num_seqs:
             return None  # it would wait for a slot, for an unknown time
+        batches = [decode_batch(rank) for rank in self._ranks_of(decode)]
+        batch = max(batches, key=steps.decode_step_s)
         worker, running = (decode, batch) if prefill is None else (prefill, _NO_BATCH)
         work = _work(demand, worker, cached)
-        first = self._first_token_s(worker.worker_id, work, running)
+        first = self._first_token_s(worker, work, running)
         if first is None:
             return None
         transfer_s = 0.0 if prefill is None else self._transfer_s(demand.model, prefill, decode)
@@ -405,7 +412,8 @@ class CostModel:
         )
         harm_s = 0.0
         if prefill is None:
-            harm_s, harm_cost_s = self._harm(decode, steps, work, batch, gaps)
+            streams = sum(each.reqs for each in batches)
+            harm_s, harm_cost_s = self._harm(decode, steps, work, itl_s, streams, gaps)
             cost_s += harm_cost_s
         return Prediction(
             None if prefill is None else prefill.worker_id,
@@ -419,11 +427,17 @@ class CostModel:
         )
 
     def _harm(
-        self, decode: Candidate, steps: StepModel, work: PromptWork, batch: Batch, gaps: float
+        self,
+        decode: Candidate,
+        steps: StepModel,
+        work: PromptWork,
+        before_s: float,
+        streams: int,
+        gaps: float,
     ) -> tuple[float, float]:
-        """Return the summed delay of the streams on `decode` by a prompt there, and its cost."""
-        delay_s, before_s = steps.prompt_s(work.tokens, work.pairs), steps.decode_step_s(batch)
-        streams = batch.reqs
+        """Return the summed delay by a prompt on `decode`, and its cost, of the `streams` there and
+        on the other ranks of its group, whose steps take `before_s`."""
+        delay_s = steps.prompt_s(work.tokens, work.pairs)
         if queue := self._queues.get(decode.worker_id):
             # Queued prompts become streams, and they already delay the streams that run.
             streams += len(queue.prompts)
@@ -464,7 +478,9 @@ class CostModel:
         decoding = decode.outstanding_requests * (1.0 if means is None else means.decoding_share)
         alone_s = model.decode_step_s(Batch(1, round(context)))
         slope_s = model.decode_step_s(Batch(2, round(2 * context))) - alone_s
-        return alone_s + decoding * slope_s <= limit_s
+        others = [rank for rank in self._ranks_of(decode) if rank.worker_id != decode.worker_id]
+        group_s = max((model.decode_step_s(decode_batch(rank)) for rank in others), default=0.0)
+        return max(alone_s + decoding * slope_s, group_s) <= limit_s
 
     def placed(self, decision: Decision) -> tuple[Prediction | None, QueuedPrompt]:
         """Record a placement. Return its prediction, and the prompt to pass to `computed`."""
@@ -528,14 +544,17 @@ class CostModel:
                 del self._transfers[next(iter(self._transfers))]
 
     def _first_token_s(
-        self, worker_id: str, work: PromptWork, running: Batch
+        self, worker: Candidate, work: PromptWork, running: Batch
     ) -> tuple[float, float] | None:
         """Return the wait behind the queued prompts, and the time from its end to the first token.
         An engine computes prompts in order, several in one step if they fit."""
-        steps, queue = self.step_model(worker_id), self._queues.get(worker_id)
+        steps, queue = self.step_model(worker.worker_id), self._queues.get(worker.worker_id)
         alone_s = None if steps is None else steps.prefill_s(work, running)
-        if steps is None or alone_s is None or queue is None:
-            return None if alone_s is None else (0.0, alone_s)
+        if steps is None or alone_s is None:
+            return None
+        if queue is None:
+            group_s = self._group_s(worker, steps, work.tokens, running)
+            return max(0.0, group_s - alone_s), alone_s
         # Predicted as one prompt and not summed: prompts that share a step share its fixed cost.
         ahead = PromptWork(queue.tokens + work.tokens, queue.pairs + work.pairs, work.end)
         head = next(iter(queue.prompts)).work
@@ -545,7 +564,36 @@ class CostModel:
             return None
         # The engine has worked on the first prompt since then, but no longer than it takes.
         done_s = min(self._clock() - queue.head_since, head_s)
-        return max(0.0, together_s - done_s - alone_s), alone_s
+        group_s = self._group_s(worker, steps, ahead.tokens, running)
+        return max(0.0, max(together_s - done_s, group_s) - alone_s), alone_s
+
+    def _group_s(self, worker: Candidate, steps: StepModel, tokens: int, running: Batch) -> float:
+        """Return the least time of the steps that compute so many tokens on `worker`, because of
+        the prompts that the other ranks of its group compute in them. 0 without a group."""
+        count, longest_s = steps.steps_of(tokens), 0.0
+        for rank in self._ranks_of(worker):
+            queue = self._queues.get(rank.worker_id)
+            if queue is not None and rank.worker_id != worker.worker_id:
+                share = min(1.0, count * steps.chunk_tokens / queue.tokens)
+                share = share if steps.chunk_tokens else 1.0
+                prompts_s = steps.prompt_s(share * queue.tokens, share * queue.pairs)
+                longest_s = max(longest_s, count * steps.decode_step_s(running) + prompts_s)
+        return longest_s
+
+    def _ranks_of(self, worker: Candidate) -> list[Candidate]:
+        """Return the ranks of the worker's data-parallel group, or the worker alone. A step of each
+        is as long as the longest of all."""
+        group = worker.info.group
+        if not group:
+            return [worker]
+        members = self._fleet.of_model(worker.info.model.name)
+        return [
+            m.seen()
+            for m in members
+            if m.info.group == group
+            and m.info.role is worker.role
+            and m.state is not MemberState.LOST
+        ] or [worker]
 
     def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
         """Return the mean wait for KV between workers at this distance, or the prior while too

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from pdserve.types import Adapter, ModelInfo, PositionLogprobs
     from pdserve.v1 import worker_pb2 as w
     from workers.engine import Work
+    from workers.fake.lockstep import FakeLockstep
     from workers.fake.settings import FakeFaults
 
 _MAX_REMEMBERED = 4096
@@ -242,8 +243,10 @@ class FakeEngine:
         settings: FakeSettings | None = None,
         kv: ConnectorConfig | None = None,
         instance_id: str = "",
+        lockstep: FakeLockstep | None = None,
     ) -> None:
-        """Without `kv`, KV cannot leave the engine; with it, peers know it by `instance_id`."""
+        """Without `kv`, KV cannot leave the engine; with it, peers know it by `instance_id`. The
+        engine steps together with those that have the same `lockstep`."""
         if info.vocab_size < model.MIN_VOCAB_SIZE:
             raise ConfigError(
                 f"vocab_size must be at least {model.MIN_VOCAB_SIZE}", field="vocab_size"
@@ -253,6 +256,7 @@ class FakeEngine:
         self._model = info = replace(info, modalities=images)
         self._kv = kv
         self._instance_id = instance_id
+        self._lockstep = lockstep
         self._faults: FakeFaults = settings
         self._free = settings.total_blocks
         self._waiting: dict[int, Sequence] = {}
@@ -458,6 +462,8 @@ class FakeEngine:
 
     async def _step(self) -> bool:
         """Make one step. Return False if there is nothing to do until something happens."""
+        if self._lockstep is not None:
+            await self._lockstep.between_rounds()
         self._admit()
         if not (self._running or self._ended):
             return False
@@ -471,7 +477,10 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if planned:
             self.busy.begin(self._now())
-        await asyncio.sleep(self._step_s)
+        if self._lockstep is None:
+            await asyncio.sleep(self._step_s)
+        else:
+            self._step_s = await self._lockstep.step(self._step_s)
         # The scripted time, not the measured one: what routers learn of a fake engine is exact.
         if planned:
             self.busy.step(work, self._step_s, self._now())

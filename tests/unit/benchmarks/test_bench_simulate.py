@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ import pytest
 
 from benchmarks.errors import BenchError
 from benchmarks.progress import Progress
-from benchmarks.simulate import Costs, Planner, Setup, drawn_trace, simulate
+from benchmarks.simulate import Costs, Planner, Setup, VirtualLoop, drawn_trace, simulate
 from benchmarks.traces import Trace, TraceMeta, TraceRequest, load_trace
 from benchmarks.workload import Shape
 from pdserve.config import load_config
+from workers.fake.lockstep import FakeLockstep
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,6 +104,42 @@ def test_turns_of_agents_find_their_prompts_in_the_cache() -> None:
     assert found.hit_rate > 0.7
 
 
+def test_ranks_of_a_group_step_together_as_long_as_the_longest() -> None:
+    lockstep = FakeLockstep()
+
+    async def rank(start_s: float, *steps_s: float) -> list[float]:
+        now, ends = asyncio.get_running_loop().time, list[float]()
+        await asyncio.sleep(start_s)
+        for step_s in steps_s:
+            await lockstep.between_rounds()
+            assert await lockstep.step(step_s) >= step_s
+            ends.append(round(now(), 3))
+        return ends
+
+    async def ranks() -> list[list[float]]:
+        return await asyncio.gather(rank(0.0, 1.0, 4.0, 1.0), rank(0.0, 3.0), rank(2.0, 2.0))
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(ranks()) == [[3.0, 7.0, 8.0], [3.0], [7.0]]
+
+
+def test_a_group_is_as_many_workers_and_slower_than_they_would_be_apart() -> None:
+    found = []
+    for ranks in ({"prefill": 4, "decode": 4}, {"prefill_ranks": 4, "decode_ranks": 4}):
+        result = simulated(rate_per_s=20.0, requests=80, **ranks)
+        summary = result.summary()
+        assert summary.ok == 80
+        assert summary.receipts is not None
+        for role in ("prefill", "decode"):
+            names = {f"{role}-{i}" for i in range(4)}
+            assert set(summary.receipts.counts[f"{role}_worker"]) == names
+        assert summary.latency["ttft"] is not None
+        found.append((result.to_json()["target"]["name"], summary.latency["ttft"].mean))
+    (apart, apart_s), (group, group_s) = found
+    assert (apart, group) == ("4P4D", "1x4P1x4D")
+    assert group_s > apart_s
+
+
 def test_lengths_can_be_drawn_instead_of_read() -> None:
     trace = drawn_trace(500, 200, requests=2000, seed=1)
     assert trace == drawn_trace(500, 200, requests=2000, seed=1)
@@ -143,6 +181,15 @@ def test_a_plan_keeps_the_limits_with_few_workers() -> None:
     assert whole.row()[0] == "aggregated"
 
 
+def test_a_plan_of_groups_has_whole_groups() -> None:
+    ranks = {"prefill_ranks": 2, "decode_ranks": 4, "aggregated_ranks": 4}
+    apart, whole = planner(**ranks).plans()
+    assert apart.workers == 2 * apart.prefill + 4 * apart.decode
+    assert whole.workers == 4 * whole.aggregated
+    assert apart.row()[0] == f"{apart.prefill}x2 prefill, {apart.decode}x4 decode"
+    assert whole.row()[0] == f"{whole.aggregated}x4 aggregated"
+
+
 def test_limits_that_a_request_alone_misses_are_refused() -> None:
     with pytest.raises(BenchError, match="no number helps"):
         planner(slo_s={"ttft": 0.001}).plans()
@@ -181,7 +228,10 @@ def test_workers_follow_the_load_up_and_down_and_keep_the_slo() -> None:
     assert scaled.slo.attainment > 0.9 > fixed.slo.attainment
 
 
-@pytest.mark.parametrize("changes", [{"scale": 1, "decode": 2}, {"scale": 4, "aggregated": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"scale": 1, "decode": 2}, {"scale": 4, "aggregated": 1}, {"scale": 4, "decode_ranks": 2}],
+)
 def test_bounds_that_the_workers_exceed_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(BenchError, match="--scale"):
         simulated(**changes)

@@ -128,8 +128,8 @@ class Rig:
             for _ in range(int(MIN_SAMPLES)):
                 self.answered()
 
-    def add(self, worker_id: str, role: Role) -> Member:
-        self.fleet.register(worker_info(worker_id, role))
+    def add(self, worker_id: str, role: Role, group: str = "") -> Member:
+        self.fleet.register(replace(worker_info(worker_id, role), group=group))
         member = self.fleet.members[worker_id]
         member.attached = True
         member.report_load(WorkerLoad(0, 0, 0.0, 100))
@@ -247,6 +247,37 @@ def test_prompts_that_wait_on_a_decode_worker_delay_its_streams_too() -> None:
     for prompt in prompts:
         rig.costs.computed(prompt)
     assert cost() == pytest.approx(before)
+
+
+def test_a_step_of_a_rank_is_as_long_as_the_longest_of_its_group() -> None:
+    rig, demand = Rig(reject_factor=0.4), Demand("demo", 100, 110)
+    idle, busy = (rig.add(f"g{i}", Role.DECODE, group="g0") for i in range(2))
+    idle.placed.outstanding_requests = 1
+    busy.report_load(WorkerLoad(0, 6, 0.1, 90))
+    found = rig.costs.predict(demand, rig.prefill.seen(), idle.seen(), {})
+    assert found is not None
+    assert found.itl_s == pytest.approx(STEP_S + 6 * REQUEST_S, rel=0.05)
+    # A prompt there delays the streams of all ranks.
+    aggregated = rig.costs.predict(demand, None, idle.seen(), {})
+    assert aggregated is not None
+    assert aggregated.itl_harm_s == pytest.approx(6 * 100 * TOKEN_S, rel=0.02)
+    assert rig.costs.has_capacity(demand, idle.seen())
+    busy.report_load(WorkerLoad(0, 20, 0.1, 90))
+    assert not rig.costs.has_capacity(demand, idle.seen())
+
+
+def test_a_prompt_waits_for_those_of_the_other_ranks_of_its_group() -> None:
+    rig = Rig()
+    rig.prefill = rig.add("g0", Role.PREFILL, group="g0")
+    other = rig.add("g1", Role.PREFILL, group="g0")
+    alone = STEP_S + 100 * TOKEN_S
+    assert rig.predict() == pytest.approx(alone, rel=0.02)
+    first, rig.prefill = rig.prefill, other
+    rig.place(300)
+    rig.prefill = first
+    assert rig.predict() == pytest.approx(STEP_S + 300 * TOKEN_S, rel=0.02), "one step of both"
+    rig.place(300)
+    assert rig.predict() == pytest.approx(STEP_S + 400 * TOKEN_S, rel=0.02), "side by side"
 
 
 def test_without_measurements_nothing_is_predicted() -> None:
