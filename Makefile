@@ -7,6 +7,7 @@
 # JOBS=2           processes that share the tests out
 # SECONDS=60       of each target of fuzz
 # VENV=.venv       folder of the environment
+# DEV=1            gpu-install: also the tools of the other targets, and of test-gpu
 # DIST=dist        folder of what dist and sbom write
 # SITE_DIR=build/site  folder that site writes
 
@@ -23,9 +24,10 @@ SECONDS ?= 60
 VENV := .venv
 DIST := dist
 BIN := $(VENV)/bin
-# Tells every later target that gpu-install made this environment.
+# Tells every later target that gpu-install made this environment, and from which lock.
 GPU := $(VENV)/gpu
-LOCK := requirements/$(if $(wildcard $(GPU)),gpu,cpu).lock
+GPU_LOCK := gpu$(if $(DEV),,-runtime)
+LOCK := requirements/$(if $(wildcard $(GPU)),$(or $(shell cat $(GPU)),gpu),cpu).lock
 STAMP := $(VENV)/installed
 TORCH_STAMP := $(VENV)/torch
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -50,7 +52,7 @@ SITE := .venv-site
 SITE_DIR ?= build/site
 # Programs that look at the project's files and packages, in an environment of their own.
 RELEASE := .venv-release
-UV := $(RELEASE)/bin/uv pip compile -q --universal --python-version 3.12 --generate-hashes --no-annotate --no-header
+UV := $(RELEASE)/bin/uv pip compile -q --python-version 3.12 --generate-hashes --no-annotate --no-header
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
@@ -64,10 +66,12 @@ install: $(STAMP) ## make the environment in .venv, or bring it up to date
 	@$(BIN)/python -c 'import kv_transfer._copy' 2>/dev/null \
 		|| echo "KV is copied in Python: $(EXTENSIONS) is not built. With a C compiler: rm $(STAMP); make install"
 
-gpu-install: ## the same for NVIDIA GPUs: vLLM with CUDA, on Linux x86_64 with Python 3.12
+gpu-install: ## the same for NVIDIA GPUs: vLLM with CUDA, on Linux x86_64 with Python 3.12, without our tools
 	@[ -e $(GPU) ] || [ ! -e $(VENV) ] || { echo "$(VENV) is an environment without CUDA;" \
 		"name another folder: make gpu-install VENV=.venv-gpu" >&2; exit 1; }
-	@mkdir -p $(VENV) && touch $(GPU)
+	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m pdserve.process.gpu_machine
+	@mkdir -p $(VENV)
+	@[ "$$(cat $(GPU) 2>/dev/null)" = $(GPU_LOCK) ] || echo $(GPU_LOCK) > $(GPU)
 	@$(MAKE) --no-print-directory install
 
 ray-install: $(VENV)/ray ## add Ray, which `pdserve up --on ray` and its tests need
@@ -179,19 +183,22 @@ site: $(SITE)/installed ## build the documentation's site in build/site; a broke
 	@rm -rf $(SITE_DIR)/.doctrees
 	@echo "$(SITE_DIR)/index.html"
 
-# The pins are yours; hashes are those of every file of a release. An image's lock has the part of a
-# lock that pyproject.toml asks for. Locks named *-cpu.lock have builds of TORCH_INDEX alone.
+# The pins are yours; hashes are those of every file of a release. The locks of images and
+# gpu-runtime.lock have the part of a lock that pyproject.toml asks for, without its extra dev. Locks
+# named *-cpu.lock have builds of TORCH_INDEX alone.
 locks: $(RELEASE)/installed ## look up the hashes of all pins in requirements/*.lock
-	@for lock in $(filter-out %-cpu.lock %-image.lock,$(wildcard requirements/*.lock)) \
+	@for lock in $(filter-out %-cpu.lock %-image.lock %-runtime.lock,$(wildcard requirements/*.lock)) \
 			$(if $(TORCH_INDEX),$(wildcard requirements/*-cpu.lock)); do \
-		{ grep '^#' $$lock; sed -n 's/ *\\$$//; /^[^ #]/p' $$lock | $(UV) --no-deps \
+		{ grep '^#' $$lock; sed -n 's/ *\\$$//; /^[^ #]/p' $$lock | $(UV) --universal --no-deps \
 			$$([[ $$lock != *-cpu.lock ]] || echo --default-index $(TORCH_INDEX)) -; } > $$lock.new; \
 		mv $$lock.new $$lock; \
 	done
-	@for image in router,cpu,'--extra=kubernetes --extra=postgres --extra=s3' worker,gpu,--extra=gguf \
-			worker-cpu,cpu,'--extra=cpu --extra=gguf --overrides=requirements/cpu-overrides.txt'; do IFS=, read -r name of more <<< $$image; \
-		lock=requirements/$$name-image.lock; \
-		{ echo "# What deploy/Dockerfile installs in the $$name's image, as $$of.lock has it: make locks"; \
+	@for part in deploy/Dockerfile,router-image,cpu,'--universal --extra=kubernetes --extra=postgres --extra=s3' \
+			deploy/Dockerfile,worker-image,gpu,'--universal --extra=gguf' \
+			deploy/Dockerfile,worker-cpu-image,cpu,'--universal --extra=cpu --extra=gguf --overrides=requirements/cpu-overrides.txt' \
+			'make gpu-install,gpu-runtime,gpu,--python-platform=x86_64-manylinux_2_31 --extra=gpu --extra=gguf --extra=nixl --extra=postgres --extra=s3 --overrides=requirements/gpu-overrides.txt'; do \
+		IFS=, read -r user name of more <<< $$part; lock=requirements/$$name.lock; \
+		{ echo "# What $$user installs, as $$of.lock has it: make locks"; \
 			$(UV) --extra otlp $$more -c requirements/$$of.lock pyproject.toml; } > $$lock.new; \
 		mv $$lock.new $$lock; \
 	done
@@ -247,7 +254,7 @@ $(TORCH_STAMP): $(wildcard requirements/torch*.lock) | $(BIN)/python
 	fi
 	@touch $@
 
-$(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(HEADERS) \
+$(STAMP): $(LOCK) $(wildcard $(GPU)) pyproject.toml $(EXTENSIONS) $(HEADERS) \
 		$(if $(wildcard $(GPU)),| $(BIN)/python,$(TORCH_STAMP))
 	@echo "installing the packages of $(LOCK)"
 	@$(PIP) $(LOCKED) -r $(LOCK) 2>$(PIP_LOG) | { \

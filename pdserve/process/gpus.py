@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from pdserve.config import refuse
+from pdserve.process.gpu_machine import missing_compiler, unfit_driver
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -104,6 +105,13 @@ def is_cpu_build() -> bool:
         return version("torch").endswith("+cpu")
     except PackageNotFoundError:
         return True
+
+
+def check_machine(cuda: str) -> None:
+    """Raise ConfigError if this machine cannot run vLLM's build for this version of CUDA, such as
+    `13.0`: its first GPU call, or first kernel, would fail minutes later."""
+    if problem := unfit_driver(int(cuda.split(".", 1)[0])) or missing_compiler():
+        refuse("worker.engine", problem)
 
 
 # (GPUs that the worker may use, number of them). If the first is empty, it may use any GPU that no

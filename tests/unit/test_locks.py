@@ -18,6 +18,7 @@ EXTRAS = {
     "cpu": ("cpu", "gguf", "nixl", "otlp", "kubernetes", "postgres", "s3", "dev"),
     "gpu": ("gpu", "gguf", "nixl", "otlp", "postgres", "s3", "dev"),
     "router-image": ("kubernetes", "otlp", "postgres", "s3"),
+    "gpu-runtime": ("gpu", "gguf", "nixl", "otlp", "postgres", "s3"),
     "worker-image": ("gguf", "otlp"),
     "worker-cpu-image": ("cpu", "gguf", "otlp"),
 }
@@ -60,6 +61,7 @@ def test_a_lock_meets_every_requirement_of_the_project(name: str) -> None:
         ("router-image", "cpu"),
         ("worker-cpu-image", "cpu"),
         ("worker-image", "gpu"),
+        ("gpu-runtime", "gpu"),
         ("torch", "cpu"),
         ("build", "cpu"),
     ],
@@ -67,6 +69,15 @@ def test_a_lock_meets_every_requirement_of_the_project(name: str) -> None:
 def test_a_part_of_a_lock_has_its_pins(part: str, whole: str) -> None:
     pins = pins_of(whole)
     assert {x: v for x, v in pins_of(part).items() if pins.get(x, v) != v} == {}
+
+
+def test_the_lock_of_a_gpu_machine_has_no_tools_of_developers() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    tools = {Requirement(x).name.lower() for x in extras["dev"]}
+    used = {Requirement(x).name.lower() for each in EXTRAS["gpu-runtime"] for x in extras[each]}
+    # vLLM needs these too.
+    assert pins_of("gpu-runtime").keys() & (tools - used) == {"anthropic", "openai", "requests"}
 
 
 def test_torch_has_one_version_with_and_without_cuda() -> None:
@@ -86,9 +97,9 @@ def test_installations_from_a_lock_check_hashes() -> None:
     assert locked == ["build", "router-image", "$lock", "worker-cpu-image", "build", "worker-image"]
     ray = yaml.safe_load((ROOT / "deploy/ray/cluster.yaml").read_text("utf-8"))
     locked_command, project = ray["setup_commands"]
-    assert locked_command.endswith("--no-deps --require-hashes -r gpu.lock -r ray.lock")
+    assert locked_command.endswith("--no-deps --require-hashes -r gpu-runtime.lock -r ray.lock")
     assert project == "pip install --no-deps --no-build-isolation ~/pdserve"
-    assert pins_of("gpu").keys().isdisjoint(pins_of("ray"))  # pip refuses a package named twice
+    assert pins_of("gpu-runtime").keys().isdisjoint(pins_of("ray"))  # pip refuses a package named twice
 
 
 @pytest.mark.parametrize(

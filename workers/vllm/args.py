@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 from pydantic import TypeAdapter, ValidationError
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs, get_type_hints
@@ -19,6 +20,7 @@ from vllm.platforms import current_platform
 
 from pdserve.config import ranks_of
 from pdserve.errors import ConfigError
+from pdserve.process.gpus import check_machine
 from workers.vllm.cache import events_config
 from workers.vllm.settings import cpu_cache_bytes, memory_left_to_kv
 from workers.vllm.speculation import check_packages
@@ -148,6 +150,8 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
 
 def make_config(settings: VllmSettings, context: UsageContext) -> VllmConfig:
     """Return the configuration of an engine. Raises ConfigError, or what vLLM raises."""
+    if torch.version.cuda is not None and not current_platform.is_cpu():
+        check_machine(torch.version.cuda)
     args = engine_args(settings)
     if settings.group.size > 1:
         _check_group(args)
