@@ -66,13 +66,13 @@ def unfit_driver(cuda: int, library: str = _DRIVER_LIBRARY) -> str:
 
 
 def main() -> int:
-    """Print what is missing for an installation. Return 1 if it would be of no use."""
+    """Write what is missing for an installation. Return 1 if it would be of no use."""
     problems = [each for each in (wrong_python(), missing_compiler()) if each]
     for problem in problems:
-        print(problem, file=sys.stderr)
+        sys.stderr.write(f"{problem}\n")
     if not problems and (driver := unfit_driver(CUDA)):
         # The machine that builds an image, or a node's disk, may have no GPU.
-        print(f"installing all the same; workers will not start here: {driver}", file=sys.stderr)
+        sys.stderr.write(f"installed all the same; workers will not start here: {driver}\n")
     return 1 if problems else 0
 
 

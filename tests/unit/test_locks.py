@@ -99,7 +99,8 @@ def test_installations_from_a_lock_check_hashes() -> None:
     locked_command, project = ray["setup_commands"]
     assert locked_command.endswith("--no-deps --require-hashes -r gpu-runtime.lock -r ray.lock")
     assert project == "pip install --no-deps --no-build-isolation ~/pdserve"
-    assert pins_of("gpu-runtime").keys().isdisjoint(pins_of("ray"))  # pip refuses a package named twice
+    # pip refuses a package named twice.
+    assert pins_of("gpu-runtime").keys().isdisjoint(pins_of("ray"))
 
 
 @pytest.mark.parametrize(
