@@ -11,7 +11,7 @@ from pdserve.errors import ErrorInfo as ErrorInfo  # part of this vocabulary
 from pdserve.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
 
 class Role(StrEnum):
@@ -352,8 +352,9 @@ class GenerateRequest:
     clock (see pdserve.net.deadline). A lower `priority` is served earlier, as in vLLM. `tenant` is
     empty if no API keys are required. `resume` are answer tokens that the client already has from
     another router. Only requests with the same `cache_salt` share cached prefixes. `media`: the
-    prompt's images, which took `render_s` to fetch and render. `session`: the client's id of the
-    conversation, empty if it sent none."""
+    prompt's images, which took `render_s` to fetch and render; without their data if the router
+    keeps it elsewhere, where `read_media` reads it. `session`: the client's id of the conversation,
+    empty if it sent none."""
 
     request_id: str
     model: str
@@ -371,6 +372,9 @@ class GenerateRequest:
     reasoning_gate: ReasoningGate | None = None
     second_text_at: int = 0  # token index of the second text of a pair, for a cross-encoder
     media: tuple[MediaItem, ...] = ()
+    read_media: Callable[[], Awaitable[tuple[MediaItem, ...]]] | None = field(
+        default=None, repr=False
+    )
     render_s: float = 0.0
     session: str = field(default="", repr=False)
 

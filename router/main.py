@@ -182,7 +182,7 @@ def make_services(
         budget=budget,
         suspects=Suspects(fleet, links, config.max_worker_deaths),
         sessions=Sessions(fleet.now, idle_s=config.session_idle_s),
-        media_memory=MediaMemory(config.images.memory_mib << 20),
+        media_memory=MediaMemory(config.images.memory_mib << 20, config.images.disk_mib << 20),
         adapters=adapters,
         queue_timeout_s=patience_s,
         on_demand=on_demand,

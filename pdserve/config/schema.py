@@ -320,12 +320,14 @@ class ImagesConfig(_Section, frozen=True):
     url_hosts: Hosts from which the router fetches images that a request names by an http or https
         URL, such as `images.example.com`; `*.example.com` is any of its subdomains, `*` any host.
         Never from private addresses. Empty: a request must have the image in a data URL.
-    memory_mib: Memory for the images of open requests, until their answers end. Beyond it, requests
-        with images are rejected with 429.
+    memory_mib: Memory for the images of open requests, until their answers end.
+    disk_mib: Beyond it, room for them in the folder for temporary files (TMPDIR); 0 uses none. If
+        both are full, requests with images are rejected with 429.
     """
 
     url_hosts: tuple[Text, ...] = ()
     memory_mib: Positive = 1024
+    disk_mib: Count = 1024
 
 
 class RouterConfig(_Section, frozen=True):

@@ -6,14 +6,18 @@ import asyncio
 import ctypes
 import math
 import os
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING
 
 from pdserve.errors import Overloaded, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from pdserve.types import MediaItem
 
 _POLL_S = 1.0
 # New requests are rejected above this share of the limit. Open requests need the rest.
@@ -111,26 +115,85 @@ class MemoryGuard:
         )
 
 
-class MediaMemory:
-    """Memory of the images of open requests: encoded until they are rendered, then processed until
-    the answer ends, because a retry may compute the prompt again. State: `used`, in bytes."""
+class MediaFile:
+    """The data of the images of a prompt on disk. State: an open file and the items without data,
+    with the sizes of what the file has."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
+    def __init__(self, file: IO[bytes], items: Sequence[tuple[MediaItem, int]]) -> None:
+        self._file, self._items = file, items
+
+    @classmethod
+    def write(cls, file: IO[bytes], media: Sequence[MediaItem]) -> MediaFile:
+        """Write the data of `media` to an empty file. Blocks; raises OSError."""
+        for item in media:
+            file.write(item.data)
+        file.flush()
+        return cls(file, [(item.without_data(), len(item.data)) for item in media])
+
+    async def read(self) -> tuple[MediaItem, ...]:
+        """Return the items with their data. Raises OSError if the disk fails."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> tuple[MediaItem, ...]:
+        found, at = [], 0
+        for item, size in self._items:
+            data = os.pread(self._file.fileno(), size, at)
+            if len(data) != size:
+                raise OSError(f"{len(data)} of {size} bytes of an image could be read")
+            found.append(replace(item, data=data))
+            at += size
+        return tuple(found)
+
+
+class MediaMemory:
+    """Room for the images of open requests: encoded until they are rendered, then processed until
+    the answer ends, because a retry may compute the prompt again. What memory has no room for is
+    kept in files for temporary files, without names: the system removes them with their process.
+    State: `used` in memory and `on_disk`, in bytes."""
+
+    def __init__(self, limit: int, disk_limit: int = 0) -> None:
+        self.limit, self.disk_limit = limit, disk_limit
+        self.used = self.on_disk = 0
 
     @contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Count `size` bytes until the context ends. Raises Overloaded above the limit."""
+        """Count `size` bytes of memory until the context ends. Raises Overloaded without room."""
         if self.used + size > self.limit:
-            raise Overloaded(
-                f"the images of open requests take {self.used >> 20} MiB, and those of this one "
-                f"{size >> 20} MiB; the limit is {self.limit >> 20} MiB (router.images.memory_mib)",
-                retry_after_s=_RETRY_S,
-                reason=Refusal.MEMORY,
-            )
+            raise self._refusal(size)
         self.used += size
         try:
             yield
         finally:
             self.used -= size
+
+    @asynccontextmanager
+    async def keep(self, media: Sequence[MediaItem]) -> AsyncIterator[MediaFile | None]:
+        """Keep the data of `media` until the context ends. Yield the file that has it, or None if
+        memory has room. Raises Overloaded if neither has, or if the disk is full or fails."""
+        size = sum([len(x.data) for x in media])
+        if self.used + size <= self.limit:
+            with self.hold(size):
+                yield None
+            return
+        if self.on_disk + size > self.disk_limit:
+            raise self._refusal(size)
+        self.on_disk += size
+        try:
+            with TemporaryFile() as file:
+                try:
+                    made = await asyncio.to_thread(MediaFile.write, file, media)
+                except OSError as error:
+                    raise self._refusal(size) from error
+                yield made
+        finally:
+            self.on_disk -= size
+
+    def _refusal(self, size: int) -> Overloaded:
+        used, on_disk = self.used >> 20, self.on_disk >> 20
+        return Overloaded(
+            f"the images of open requests take {used} MiB of memory and {on_disk} MiB of disk, and "
+            f"those of this one {size >> 20} MiB; the limits are {self.limit >> 20} MiB "
+            f"(router.images.memory_mib) and {self.disk_limit >> 20} MiB (router.images.disk_mib)",
+            retry_after_s=_RETRY_S,
+            reason=Refusal.MEMORY,
+        )

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -21,6 +21,7 @@ from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineDied,
+    InternalError,
     PdserveError,
     TransferCorrupted,
     TransferFailed,
@@ -154,6 +155,7 @@ class Attempt:
         self._fleet, self._links = fleet, links
         self._answer, self._reservation = answer, reservation
         self._request, self._is_probe = request, is_probe
+        self._media = request.media  # until it is sent
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[Finished | Failed | Moved] = self._loop.create_future()
         self._leaving: Moved | None = None  # the end of an attempt that leaves its worker
@@ -188,20 +190,27 @@ class Attempt:
             if self._request.media and self._previous is None:
                 await self._turn_of_images()
             self._send()
+            self._media = ()
             end = await self._end
             return end
         finally:
             self._close(end)
 
     async def _turn_of_images(self) -> None:
-        """Wait until the connection can take the images of the prompt. Give up at the deadline."""
-        link = self._links.get(self._first.member)
+        """Wait until the connection can take the images of the prompt, and read them if memory had
+        no room. Give up at the deadline."""
+        link, read = self._links.get(self._first.member), self._request.read_media
         try:
             async with asyncio.timeout_at(self._request.deadline):
                 if link is not None:
                     await link.drained()
+                if read is not None:
+                    self._media = await read()
         except TimeoutError:
             self._expire()
+        except OSError as error:
+            logger.error("the images of request %s: %s", self._request.request_id, error)
+            self._stop(InternalError("the router's disk failed: the images are lost"))
 
     def _send(self) -> None:
         resume = tuple(self._answer.tokens)
@@ -342,8 +351,8 @@ class Attempt:
             submit.reasoning_gate.parser = gate.parser
             submit.reasoning_gate.kwargs_json = gate.kwargs_json
         submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
-        for item in request.media:
-            submit.media.append(wire.media_to_pb(item if computes else replace(item, data=b"")))
+        media = self._media if computes else [x.without_data() for x in request.media]
+        submit.media.extend(map(wire.media_to_pb, media))
         return command
 
     def _submit_decode(

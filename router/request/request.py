@@ -90,11 +90,19 @@ class RequestServer:
         first write. Raises DeadlineExceeded, WorkerFailed and its subclasses, the errors of the
         engine, and Cancelled if the client does not read, at any time.
         """
+        if not request.media:
+            await self._parse(request, out)
+            return
+        async with self._services.media_memory.keep(request.media) as file:
+            if file is not None:
+                # In place: the caller's request would keep the data in memory.
+                request.media = tuple([x.without_data() for x in request.media])
+                request.read_media = file.read
+            await self._parse(request, out)
+
+    async def _parse(self, request: GenerateRequest, out: Out) -> None:
         if request.parsing is not None and self._parser is not None:
-            await self._parser.serve(request, request.parsing, out, self.serve)
-        elif request.media:
-            with self._services.media_memory.hold(sum([len(x.data) for x in request.media])):
-                await self._serve(request, out)
+            await self._parser.serve(request, request.parsing, out, self._serve)
         else:
             await self._serve(request, out)
 

@@ -35,7 +35,6 @@ from pdserve.types import (
 from router.admission import Tenants
 from router.request.answer import AnswerDelta, Discard
 from tests.support.router_stack import MEDIA_BYTES, PROMPT, ScriptedWorker, request, running_stack
-from tests.support.timeouts import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -250,15 +249,30 @@ class TestImages:
             assert (last.receipt.images, last.receipt.render_s) == (1, 0.5)
         assert stack.requests._services.media_memory.used == 0
 
-    async def test_pixels_of_open_requests_are_limited(self, stack: RouterStack) -> None:
-        large = replace(IMAGE, data=bytes(MEDIA_BYTES))
-        asking = asyncio.create_task(stack.requests.serve(request(media=(large,)), Discard()))
-        await wait_until(lambda: stack.requests._services.media_memory.used)
-        with pytest.raises(Overloaded, match="memory_mib"):
-            await stack.requests.serve(request(request_id="r2", media=(IMAGE,)), Discard())
-        asking.cancel()
-        await asyncio.wait([asking])
-        assert stack.requests._services.media_memory.used == 0
+    async def test_pixels_beyond_memory_wait_on_disk(
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        """A retry reads them again. Beyond the disk too, requests are refused."""
+        memory = stack.requests._services.media_memory
+        memory.disk_limit = 2 * len(IMAGE.data)
+        two = (IMAGE, replace(IMAGE, hash="i", offset=20, data=b"others"))
+        asked = request(media=two)
+        with memory.hold(MEDIA_BYTES):
+            async with stack.ask(asked) as answer:
+                for attempt in range(2):
+                    to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+                    assert wire.media_from_pb(to_prefill.media, 40) == two
+                    assert [x.data for x in to_decode.media] == [b"", b""]
+                    prefill.send(to_prefill, 7 + attempt, finish=LENGTH)
+                    if attempt == 0:
+                        decode.fail(to_decode, TransferFailed("no pixels"))
+                assert [x.data for x in asked.media] == [b"", b""], "memory still has them"
+                with pytest.raises(Overloaded, match="disk_mib"):
+                    await stack.requests.serve(request(request_id="r2", media=(IMAGE,)), Discard())
+                decode.send(to_decode, 9, finish=STOP)
+                assert (await answer.rest()).token_ids == (7, 8, 9)
+            assert memory.on_disk == 0
+        assert memory.used == 0
 
 
 class TestRefusals:
