@@ -10,7 +10,8 @@ tests/unit/workers/test_fake_engine.py tests these promises on the fake engine, 
     the field.
 4.  A prefill samples exactly one token, reports it, and holds its blocks until the decode worker
     has them or cancels, or the lease expires. If that token ends the answer, the finish reason is
-    `stop` and the blocks are released at once. Otherwise the finish reason is `length`.
+    `stop` and the blocks are released at once. Otherwise the finish reason is `length`. A prefill
+    that needs `min_cached_tokens`, and finds fewer, fails with a `transfer_failed` error instead.
 5.  A decode reserves its blocks, then waits for the KV and the first token from the producer. Its
     first delta has the next token. If the transfer fails, the stream ends with a `transfer_failed`
     error and no tokens; the engine never recomputes the prompt by itself.
@@ -63,9 +64,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPhase:
-    """Compute the prompt's KV and one token for the decode worker that presents `transfer_id`."""
+    """Compute the prompt's KV and one token for the decode worker that presents `transfer_id`.
+
+    With fewer than `min_cached_tokens` of the prompt cached, compute nothing and fail: the request
+    only copies cached KV to another worker.
+    """
 
     transfer_id: str
+    min_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

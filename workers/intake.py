@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pdserve.v1 import worker_pb2 as w
 
 T = TypeVar("T")
+_EXCHANGING = (Role.PREFILL, Role.DECODE)
 
 
 class RoleChangeState(StrEnum):
@@ -71,8 +72,10 @@ def work_from_pb(submit: w.Submit, stream_id: int, role: Role) -> Work:
     if not submit.sampling.HasField("max_tokens"):
         raise InvalidRequest("max_tokens is missing", field="max_tokens")
     phase, name = _phase(submit), submit.WhichOneof("phase")
-    # Every role that generates takes aggregated requests: routers fall back to them.
-    if name != role and (name != Role.AGGREGATED or role is Role.POOLING):
+    # Every role that generates takes aggregated requests: routers fall back to them. Prefill and
+    # decode workers take both phases: routers also copy cached KV, in either direction.
+    is_exchange = role in _EXCHANGING and name in _EXCHANGING
+    if name != role and not is_exchange and (name != Role.AGGREGATED or role is Role.POOLING):
         raise InvalidRequest(f"a {role} worker takes no {name} requests", field="phase")
     max_tokens = submit.sampling.max_tokens
     return Work(
@@ -99,7 +102,9 @@ def _reasoning_gate(submit: w.Submit) -> ReasoningGate | None:
 def _phase(submit: w.Submit) -> Phase:
     match submit.WhichOneof("phase"):
         case "prefill":
-            return PrefillPhase(_present("prefill.transfer_id", submit.prefill.transfer_id))
+            prefill = submit.prefill
+            transfer_id = _present("prefill.transfer_id", prefill.transfer_id)
+            return PrefillPhase(transfer_id, prefill.min_cached_tokens)
         case "decode":
             decode = submit.decode
             return DecodePhase(

@@ -4,6 +4,7 @@ There are two forms. With a router that joins the token streams of both sides, a
 first token is handed over:
 
     prefill: {"role": "producer", "transfer_id": str}
+            to copy cached KV only: {"min_cached_tokens": int}, with fewer the request fails
     decode:  {"role": "consumer", "transfer_id": str, "producer_addresses": ["host:port", ...],
               "producer_instance_id": str}
             with several pipeline stages: {"producer_stage_layers": [[layers of a group, ...], ...]}
@@ -45,10 +46,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ProducerParams:
     """Send the request's KV to the worker that presents `transfer_id`. With `resample` the consumer
-    samples the first token again; the id may then be empty, and the connector makes one."""
+    samples the first token again; the id may then be empty, and the connector makes one. With fewer
+    than `min_cached_tokens` of the prompt cached, the request fails before it computes anything."""
 
     transfer_id: str
     resample: bool = False
+    min_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,9 @@ class TransferParams:
         """Return the dictionary for `SamplingParams.extra_args["kv_transfer_params"]`."""
         out: dict[str, Any] = {"resume": list(self.resume)}
         match self.part:
-            case ProducerParams(transfer_id, resample):
+            case ProducerParams(transfer_id, resample, cached):
                 out |= {"do_remote_decode": True} if resample else {"role": "producer"}
-                out["transfer_id"] = transfer_id
+                out |= {"transfer_id": transfer_id, "min_cached_tokens": cached}
             case ConsumerParams() as part:
                 out |= {"do_remote_prefill": True} if part.resample else {"role": "consumer"}
                 out |= {
@@ -119,6 +122,7 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
     producer_instance_id: _Name | None = None
     prompt_digest: _Name | None = None
     live: bool | None = None
+    min_cached_tokens: _Token | None = None
     producer_stage_layers: _StageLayers | None = None
     resume: list[_Token] | None = None
     # Ignored. vLLM's scheduler adds it to a prefill answer, for the usage that its server reports.
@@ -151,8 +155,11 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams:
             _check(given, set(), {"resume"})
             return TransferParams(None, resume)
         case "producer":
-            _check(given, {"transfer_id"}, {"role", "resume"})
-            return TransferParams(ProducerParams(given.transfer_id or ""), resume)
+            _check(given, {"transfer_id"}, {"role", "resume", "min_cached_tokens"})
+            producer = ProducerParams(
+                given.transfer_id or "", min_cached_tokens=given.min_cached_tokens or 0
+            )
+            return TransferParams(producer, resume)
         case "consumer":
             _check(given, _CONSUMER, {"role", "resume", *_MAY, "live"})
             if given.live and not resume:

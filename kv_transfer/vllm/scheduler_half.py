@@ -38,8 +38,8 @@ from kv_transfer.vllm.step import (
     StepMetadata,
     WorkerOutput,
 )
-from pdserve.errors import InvalidRequest
-from pdserve.types import KvLedger
+from pdserve.errors import InvalidRequest, TransferFailed
+from pdserve.types import ErrorInfo, KvLedger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kv_transfer.cache.geometry import KvGroup
-    from pdserve.types import ErrorInfo
 
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class SchedulerHalf:
         self._leased: dict[str, _Lease] = {}
         self._continuations = Continuations()
         self._pending = StepMetadata()
-        self._refused: dict[str, str] = {}  # reason by request, until vLLM lets a load fail
+        self._refused: dict[str, ErrorInfo] = {}  # by request, until vLLM lets a load fail
         self._arrivals: dict[str, Arrival] = {}  # of open requests, until taken
         self._failures: dict[str, ErrorInfo] = {}
         # Loads that have ended on some ranks: their arrivals, and the requests with a failed rank.
@@ -174,7 +173,7 @@ class SchedulerHalf:
             if self._has_state and getattr(params.part, "resample", False):
                 raise InvalidRequest(_STATE_RESAMPLED, field="kv_transfer_params")
         except InvalidRequest as error:
-            self._refused[request.request_id] = error.message
+            self._refused[request.request_id] = ErrorInfo(error.code, error.message)
             return
         match params.part:
             case ProducerParams() as part:
@@ -192,6 +191,10 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """Return (number of tokens whose KV will be received, True if asynchronously)."""
         self._continuations.replay_grammar(request)
+        producer = self._producers.get(request.request_id)
+        if producer is not None and computed < producer.part.min_cached_tokens:
+            text = f"{computed} tokens are cached, not {producer.part.min_cached_tokens}"
+            self._refused[request.request_id] = ErrorInfo(TransferFailed.code, text)
         if request.request_id in self._refused:
             return int(request.num_tokens) - computed, True
         consumer = self._consumers.get(request.request_id)
@@ -207,7 +210,7 @@ class SchedulerHalf:
         request_id = request.request_id
         refusal = self._refused.pop(request_id, None)
         if refusal is not None:
-            logger.warning("request %s refused: %s", request_id, refusal)
+            logger.warning("request %s refused: %s", request_id, refusal.message)
             if external > 0:  # 0 if the request wants prompt logprobs: vLLM loads nothing then
                 self._pending.refused[request_id] = refusal
         consumer = self._consumers.get(request_id)

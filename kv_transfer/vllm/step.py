@@ -104,8 +104,8 @@ class StepMetadata:
     cancels: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     declined: list[ConsumerDeclined] = field(default_factory=list)
-    # Request id -> reason, for loads that fail before they start.
-    refused: dict[str, str] = field(default_factory=dict)
+    # Request id -> error, for loads that fail before they start.
+    refused: dict[str, ErrorInfo] = field(default_factory=dict)
     # Request id -> output tokens generated elsewhere, in the step that first schedules the request.
     resumed: dict[str, list[int]] = field(default_factory=dict)
 

@@ -84,8 +84,8 @@ class WorkerHalf:
         for ended in metadata.ended:
             yield from self._after_progress(ended.transfer_id, ended, now)
         yield from self._start(metadata.starts, now)
-        for request_id, reason in metadata.refused.items():
-            consumer.refuse(request_id, reason)
+        for request_id, refusal in metadata.refused.items():
+            consumer.refuse(request_id, refusal.message, refusal.code)
         for transfer_id in metadata.released:
             yield from self._after_progress(transfer_id, transfer_id, now)
         for step in self._steps:

@@ -628,10 +628,12 @@ class ReasoningGate(_message.Message):
     def __init__(self, parser: _Optional[str] = ..., kwargs_json: _Optional[str] = ...) -> None: ...
 
 class PrefillPhase(_message.Message):
-    __slots__ = ("transfer_id",)
+    __slots__ = ("transfer_id", "min_cached_tokens")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    MIN_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
-    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+    min_cached_tokens: int
+    def __init__(self, transfer_id: _Optional[str] = ..., min_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
     __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "kv_handle", "live", "producer_stage_layers")

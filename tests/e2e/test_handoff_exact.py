@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.engine_pair import BLOCK, KINDS, EnginePair, joined, params, prompt
+from workers.engine import PrefillPhase
 
 if TYPE_CHECKING:
     from tests.support.engines import EngineProcess
@@ -86,6 +87,41 @@ async def test_prefix_hits_on_either_side_are_exact(
     # Only what the decode worker lacks travels.
     assert moved.transfer.blocks == (total if where == "prefill" else total - held)
     await pair_shm.until_empty()
+
+
+async def test_cached_kv_of_an_answer_goes_back_and_none_is_computed_for_it(
+    pair: EnginePair, aggregated: EngineProcess
+) -> None:
+    """The second turn of a conversation computes what the user added, and neither the first prompt
+    nor its answer. What is not cached is not computed for a copy either."""
+    sampling, user = params(70, ignore_eos=True), prompt(20, 8)
+    first = prompt(100, 1001 + len(pair.decode.addresses[0]))
+    told = [*first, *(await pair.run(first, sampling)).token_ids]
+    known = (len(told) - 1) // BLOCK * BLOCK
+    for missing in (True, False):
+        transfer_id = f"back-{pair.decode.instance_id}-{missing}"
+        ids = (prompt(300, 7) if missing else told)[: known + 1]
+        copied = PrefillPhase(transfer_id, min_cached_tokens=known)
+        streams = (
+            pair.decode.submit(ids, params(2, ignore_eos=True), copied),
+            pair.prefill.submit(
+                ids, params(2, ignore_eos=True), pair.decode.decode_phase(transfer_id)
+            ),
+        )
+        sent, received = (
+            await pair.decode.collect(streams[0]),
+            await pair.prefill.collect(streams[1]),
+        )
+        errors = [x.error and x.error.code for x in (sent, received)]
+        assert errors == (["transfer_failed"] * 2 if missing else [None] * 2)
+        assert not (missing and sent.token_ids)
+    second = [*told, *user]
+    expected = joined(await aggregated.run(second, sampling))
+    assert await pair.run(second, sampling) == expected
+    report = pair.last[0].report
+    assert report is not None
+    assert report.cached_tokens == known
+    await pair.until_empty()
 
 
 async def test_many_at_once_are_exact(pair: EnginePair, aggregated: EngineProcess) -> None:

@@ -506,6 +506,13 @@ class FakeEngine:
             if slots <= 0 or sequence.blocks > self._free:
                 return
             del self._waiting[stream_id]
+            if isinstance(phase := sequence.work.phase, PrefillPhase) and phase.min_cached_tokens:
+                cached = 0 if self._cache is None else self._cache.hit(sequence.work)
+                if cached < phase.min_cached_tokens:
+                    text = f"{cached} tokens are cached, not {phase.min_cached_tokens}"
+                    self._drop(phase.transfer_id, text)
+                    self._ended.append(ended_by(stream_id, TransferFailed(text)))
+                    continue
             self._free -= sequence.blocks
             sequence.admitted_at = self._now()
             if isinstance(sequence.work.phase, DecodePhase):

@@ -536,7 +536,9 @@ class VllmCore:
 
     def _failure(self, stream: _EngineRequest) -> ErrorInfo:
         """vLLM reports only "error"; the request tells which error it can be."""
-        if isinstance(stream.work.phase, DecodePhase):
+        phase = stream.work.phase
+        is_copy = isinstance(phase, PrefillPhase) and phase.min_cached_tokens > 0
+        if is_copy or isinstance(phase, DecodePhase):
             failure: ErrorInfo | None = self._connector.take_failure(stream.vllm_id)
             return failure or ErrorInfo(TransferFailed.code, "the KV blocks did not arrive")
         if stream.work.sampling.structured_output is not None:

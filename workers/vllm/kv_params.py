@@ -25,8 +25,8 @@ def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
     if style is HandoffStyle.CONCURRENT:
         part: ProducerParams | ConsumerParams | None = None
         match work.phase:
-            case PrefillPhase(transfer_id):
-                part = ProducerParams(transfer_id)
+            case PrefillPhase(transfer_id, cached):
+                part = ProducerParams(transfer_id, min_cached_tokens=cached)
             case DecodePhase(transfer_id, addresses, instance_id):
                 part = ConsumerParams(
                     transfer_id,

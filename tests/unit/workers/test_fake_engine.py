@@ -92,6 +92,35 @@ async def a_pair(
         yield Pair(source, first, second)
 
 
+async def test_cached_kv_is_copied_without_being_computed_and_else_not_at_all() -> None:
+    settings = FakeSettings(prefix_cache=True)
+    engines = [
+        FakeEngine(MODEL, settings, PATIENT_KV, f"{role}-instance")
+        for role in (Role.DECODE, Role.PREFILL)
+    ]
+    async with (
+        running_worker(Role.DECODE, engine=engines[0]) as source,
+        running_worker(Role.PREFILL, engine=engines[1]) as target,
+        FakeRouter(source) as first,
+        FakeRouter(target) as second,
+    ):
+        pair = Pair(source, first, second)
+        copied = w.PrefillPhase(transfer_id="1", min_cached_tokens=32)
+        for number, transfer in enumerate(("1", "2")):
+            copied.transfer_id = transfer
+            await pair.fetch(number + 1)
+            await first.submit(number + 1, tokens=PROMPT, prefill=copied)
+            if not number:
+                assert error_of(await first.finish(1))[0] == "transfer_failed"
+                await pair.fails(1, "0 tokens are cached, not 32")
+                await first.submit(9, tokens=PROMPT)
+                await first.finish(9)
+        computed, received = await first.finish(2), await second.finish(2)
+        assert [*token_ids(computed), *token_ids(received)] == WHOLE
+        assert computed[-1].report is not None
+        assert computed[-1].report.cached_tokens == 32
+
+
 async def test_prefill_may_end_before_decode_asks() -> None:
     async with a_pair() as pair:
         await pair.compute(1)

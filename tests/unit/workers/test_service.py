@@ -150,8 +150,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("role", "phase", "field"),
         [
-            (Role.PREFILL, DECODE, "phase"),
-            (Role.DECODE, PREFILL, "phase"),
             (Role.AGGREGATED, PREFILL, "phase"),
             (Role.AGGREGATED, DECODE, "phase"),
             (Role.PREFILL, {"prefill": w.PrefillPhase()}, "prefill.transfer_id"),
