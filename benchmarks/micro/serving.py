@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 import time
+import zlib
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.client import GrpcTarget, exactly
+from benchmarks.client import GrpcTarget, Request, exactly
 from benchmarks.errors import BenchError
 from benchmarks.service import LocalService
+from pdserve.model.tokenizer import ChatMessage, MessageImage
 
 if TYPE_CHECKING:
     import random
@@ -30,12 +33,18 @@ class Serving:
     def prompt(self, chance: random.Random, length: int) -> list[int]:
         return [chance.randrange(16, self.model.vocab_size or 1000) for _ in range(length)]
 
+    def message(self, chance: random.Random, words: int, images: int) -> list[ChatMessage]:
+        """Return a conversation of one message: a text of so many words, and random images."""
+        text = " ".join(str(chance.randrange(100)) for _ in range(words))
+        parts = [MessageImage(_picture(chance), "auto", "images") for _ in range(images)]
+        return [ChatMessage.of_parts("user", [text, *parts])]
+
     async def ask(
-        self, prompt: Sequence[int], tokens: int
+        self, prompt: Sequence[int] | Sequence[ChatMessage], tokens: int
     ) -> tuple[list[float], Mapping[str, Any]]:
         """Send a request. Return the milliseconds from sending to each token, and the receipt.
         Raises TargetError if the request fails, and BenchError if tokens are missing."""
-        request = self.target.prepare(self.model, "", prompt, exactly(tokens))
+        request = Request("", self.model.name, prompt, exactly(tokens))
         receipt: Mapping[str, Any] = {}
         begun, at_ms = time.perf_counter(), []
         async for piece in self.target.stream(request):
@@ -44,6 +53,21 @@ class Serving:
         if len(at_ms) != tokens:
             raise BenchError(f"{len(at_ms)} tokens instead of {tokens}")
         return at_ms, receipt
+
+
+def _picture(chance: random.Random) -> bytes:
+    """Return a PNG file of 448 x 448 random grey pixels, in squares of 14, the usual patch."""
+    side, patch = 448, 14
+    rows = bytearray()
+    for _ in range(side // patch):
+        line = b"".join(bytes((chance.randrange(256),)) * patch for _ in range(side // patch))
+        rows += (b"\0" + line) * patch  # 0: not filtered
+    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)  # 8 bits, grey
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
 
 
 @asynccontextmanager

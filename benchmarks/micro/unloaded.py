@@ -39,6 +39,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", metavar="DIR", help="a model directory, or demo")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "fake"))
     parser.add_argument("--lengths", default="128,512,2048", metavar="N,...", help="prompt tokens")
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in each prompt, which then has LENGTHS words, in place of tokens; needs --model",
+    )
     parser.add_argument("--tokens", type=int, default=129, metavar="N", help="an answer (129)")
     parser.add_argument("--kv-cache-mib", type=int, default=512, help="of each engine (512)")
 
@@ -49,6 +56,8 @@ async def run(
     """Return rows and notes. Raises BenchError."""
     if args.tokens < 3:
         raise BenchError("--tokens must be 3 or more")
+    if args.images and args.model in ("", "demo"):
+        raise BenchError("--images needs the --model of a directory: one that takes images")
     async with AsyncExitStack() as ending:
         directory = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-")))
         path = args.model
@@ -109,9 +118,14 @@ async def _measure(
     async def measure(name: str, number: int) -> dict[str, float]:
         nonlocal moved
         progress.step(f"{length} tokens, round {number + 1} of {args.rounds}, {name}")
-        prompt = services[name].prompt(random.Random(f"{length}/{number}"), length)
+        service, chance = services[name], random.Random(f"{length}/{number}")
         try:
-            at, receipt = await services[name].ask(prompt, args.tokens)
+            at, receipt = await service.ask(
+                service.message(chance, length, args.images)
+                if args.images
+                else service.prompt(chance, length),
+                args.tokens,
+            )
         except TargetError as error:
             raise BenchError(f"{name}: {error}") from None
         moved = max(moved, float(receipt["transfer_bytes"]))
@@ -124,7 +138,7 @@ async def _measure(
         }
 
     rounds = [x async for x in alternate(list(WORKERS), args.rounds, measure)]
-    row: dict[str, Any] = {"prompt_tokens": length}
+    row: dict[str, Any] = {"prompt_words" if args.images else "prompt_tokens": length}
     for metric in METRICS:
         found = compare([{n: x[n][metric] for n in WORKERS} for x in rounds], BASELINE)
         row |= {f"{metric} {name}": found[name][0] for name in WORKERS}
