@@ -25,6 +25,7 @@ _FLAGS = {
     "--master-port": "worker.master_port",
     "--data-parallel-size": "worker.data_parallel_size",
     "--data-parallel-rank": "worker.data_parallel_rank",
+    "--data-parallel-address": "worker.data_parallel_address",
     "--data-parallel-port": "worker.data_parallel_port",
     "--data-parallel-group": "worker.data_parallel_group",
     **flags.ENGINE,

@@ -75,6 +75,8 @@ def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
         group=DataParallel(
             size=config.data_parallel_size,
             rank=config.data_parallel_rank,
+            address=config.data_parallel_address,
+            host=config.host,
             port=config.data_parallel_port,
             leave_s=config.drain_timeout_s + MOVE_S,
         ),

@@ -578,11 +578,12 @@ class WorkerConfig(_Section, frozen=True):
     node_rank: Number of this node. Routers know the worker by node 0.
     master_addr: Address of node 0, which the others connect to.
     master_port: Port of node 0 where the ranks meet. They use other ports, too.
-    data_parallel_size: Number of workers in the group that this one is a rank of, on one machine.
-        They share the expert layers of the model, and each has its own KV cache and requests.
+    data_parallel_size: Number of workers in the group that this one is a rank of. They share the
+        expert layers of the model, and each has its own KV cache and requests.
     data_parallel_rank: Number of this rank.
-    data_parallel_port: Port of the loopback address where the ranks of the group meet. They use the
-        port after it, too.
+    data_parallel_address: Address of rank 0, where the ranks of the group meet. The loopback
+        address: all ranks run on one machine.
+    data_parallel_port: Port where they meet. They use other ports, too.
     data_parallel_group: Name of the group, for routers.
     """
 
@@ -615,6 +616,7 @@ class WorkerConfig(_Section, frozen=True):
     master_port: Annotated[int, Meta(ge=1, le=65535)] = 29501
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     data_parallel_rank: Count = 0
+    data_parallel_address: Text = "127.0.0.1"
     data_parallel_port: Annotated[int, Meta(ge=1, le=65534)] = 29601
     data_parallel_group: str = ""
 
@@ -649,6 +651,11 @@ class WorkerConfig(_Section, frozen=True):
                     self.nnodes == 1,
                     "nnodes to 1 (vLLM's ranks have no authentication)",
                 ),
+                (
+                    self.data_parallel_address,
+                    self.data_parallel_size == 1,
+                    "data_parallel_size to 1 (vLLM's ranks have no authentication)",
+                ),
             )
 
     def _check_nodes(self) -> None:
@@ -674,12 +681,14 @@ class WorkerConfig(_Section, frozen=True):
         if self.data_parallel_rank >= size:
             reason = f"must be below data_parallel_size ({size}), not {self.data_parallel_rank}"
             refuse("data_parallel_rank", reason)
-        if bool(self.data_parallel_group) != (size > 1):
-            refuse("data_parallel_group", "must be set exactly if data_parallel_size is above 1")
         if size == 1:
             return
+        if not self.data_parallel_group:
+            refuse("data_parallel_group", "must be set with data_parallel_size above 1")
         if self.role is Role.POOLING:
             refuse("data_parallel_size", "must be 1 for pooling workers")
+        if self.engine != "vllm":
+            refuse("data_parallel_size", f"must be 1 with the engine {self.engine}")
         if self.nnodes > 1:
             refuse("data_parallel_size", "must be 1 with nnodes above 1")
         if self.kv.connector != "pdserve":

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,9 @@ import pytest_asyncio
 
 from kv_transfer.settings import ConnectorConfig
 from tests.support.engine_pair import BLOCK, EnginePair, joined, params, prompt
-from tests.support.engines import EngineProcess, settings
+from tests.support.engines import EngineProcess, free_port, settings
 from tests.support.model_kinds import make_kind
+from tests.support.model_matrix import EXACT, EXPERTS, SHARED, check_kind
 from tests.support.pdserve_up import up
 from tests.support.served_up import ServedUp
 from tests.support.timeouts import START_S, WAIT_S
@@ -40,15 +40,9 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return await make_kind(tmp_path_factory.mktemp("models") / "moe", "Qwen3-MoE")
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 async def _group(model: Path, env: Mapping[str, str] | None = None) -> list[EngineProcess]:
     """Start two ranks, each with half of the experts."""
-    port, kv = _free_port(), ConnectorConfig(transports=("shm", "tcp"))
+    port, kv = free_port(), ConnectorConfig(transports=("shm", "tcp"))
     ranks = []
     for rank in range(2):
         one = settings(
@@ -95,6 +89,11 @@ async def test_hand_overs_are_exact(
     assert [answer.token_ids for answer in together] == expected
     for engine in by_name.values():
         await engine.until_empty()
+
+
+@pytest.mark.parametrize("name", SHARED)
+async def test_kinds_of_models_share_their_experts_exactly(name: str) -> None:
+    assert await asyncio.to_thread(check_kind, name, EXPERTS) == {EXPERTS: EXACT}
 
 
 async def test_all_ranks_at_once_are_exact(

@@ -28,6 +28,7 @@ from pdserve.types import SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 from tests.support.cluster import fake_answer
+from tests.support.model_kinds import make_kind
 from tests.support.network_namespaces import CUT, LinkQuality, Network, missing_requirement
 from tests.support.timeouts import START_S, WAIT_S, wait_until
 
@@ -88,9 +89,12 @@ class Service:
         workers: dict[str, int],
         directory: Path,
         followers: dict[str, int] | None = None,
+        split_by: str = "tensor_parallel_size",
+        group: tuple[str, ...] = (),
     ) -> None:
-        """A worker in `followers` has a second rank on that host."""
-        self.followers = followers or {}
+        """A worker in `followers` has a second rank on that host, by the engine argument
+        `split_by`. The workers in `group` are the ranks of a data-parallel group."""
+        self.followers, self.split_by, self.group = followers or {}, split_by, group
         self.network = Network(1 + max(*routers, *workers.values(), *self.followers.values()))
         self.parts: dict[str, LoggedProcess] = {}
         self.clients: list[Client] = []
@@ -124,8 +128,17 @@ class Service:
             address = self.network.address(host)
             at = {"worker_id": name, "role": name.partition("-")[0], "routers": f"[{routers}]"}
             at |= {"host": address, "kv.host": address, "kv.lease_s": "5"}
+            if name in self.group:
+                at |= self._rank(name)
             await self._run_parts(name, {**settings, **at})
         await self.until_whole()
+
+    def _rank(self, name: str) -> dict[str, str]:
+        first, rank = self.group[0], str(self.group.index(name))
+        at = {"size": str(len(self.group)), "rank": rank, "group": first}
+        at |= {"address": self.network.address(self._workers[first])}
+        experts = {"engine_args.enable_expert_parallel": "true"}
+        return experts | {f"data_parallel_{key}": value for key, value in at.items()}
 
     async def _run_parts(self, name: str, settings: dict[str, str]) -> None:
         first = self._workers[name]
@@ -133,7 +146,7 @@ class Service:
             await self._run(name, first, "worker", settings)
             return
         settings |= {"nnodes": "2", "master_addr": self.network.address(first)}
-        settings |= {"engine_args.tensor_parallel_size": "2"}
+        settings |= {f"engine_args.{self.split_by}": "2"}
         for rank, host in enumerate((first, self.followers[name])):
             at = dict.fromkeys(("host", "kv.host"), self.network.address(host))
             part = {**settings, **at, "node_rank": str(rank)}
@@ -295,11 +308,12 @@ async def test_real_answers_go_on_without_a_link_and_then_without_a_host(tmp_pat
     assert {fallbacks_of(x) for x in without_decode} == {("aggregated:worker_failed",)}
 
 
+@pytest.mark.parametrize("split_by", ["tensor_parallel_size", "pipeline_parallel_size"])
 async def test_a_prefill_worker_over_two_nodes_ends_on_both_when_one_is_cut_off(
-    tmp_path: Path,
+    tmp_path: Path, split_by: str
 ) -> None:
-    workers = {"prefill-0": 1, "decode-0": 2}
-    service = Service((0,), workers, tmp_path, followers={"prefill-0": 3})
+    workers, followers = {"prefill-0": 1, "decode-0": 2}, {"prefill-0": 3}
+    service = Service((0,), workers, tmp_path, followers=followers, split_by=split_by)
     prompts = [[20 + (x * x + place) % 200 for x in range(200)] for place in range(3)]
     handed_over, one_worker = ([Asked(x, FEW) for x in prompts] for _ in range(2))
     async with service.running(VLLM):
@@ -314,6 +328,29 @@ async def test_a_prefill_worker_over_two_nodes_ends_on_both_when_one_is_cut_off(
     assert [x.token_ids for x in handed_over] == [x.token_ids for x in one_worker]
     assert {fallbacks_of(x) for x in handed_over} == {()}
     assert workers_of(one_worker) == {"decode-0"}
+
+
+async def test_a_data_parallel_group_over_two_hosts_hands_over_and_ends_as_one(
+    tmp_path: Path,
+) -> None:
+    group = ("decode-0", "decode-1")
+    service = Service((0,), {"prefill-0": 1, "decode-0": 2, "decode-1": 3}, tmp_path, group=group)
+    prompts = [[20 + (x * x + place) % 200 for x in range(200)] for place in range(4)]
+    handed_over, cut_off, one_worker = ([Asked(x, FEW) for x in prompts] for _ in range(3))
+    model = await make_kind(tmp_path / "moe", "Qwen3-MoE")
+    async with service.running({**VLLM, "model": str(model)}):
+        async with service.reading(handed_over):
+            pass
+        async with service.reading(cut_off):
+            service.network.split(3)
+        await wait_until(lambda: not any(service.parts[name].is_alive for name in group))
+        async with service.reading(one_worker):
+            pass
+    assert workers_of(handed_over) == set(group)
+    assert workers_of(one_worker) == {"prefill-0"}
+    right = [x.token_ids for x in one_worker]
+    assert [x.token_ids for x in handed_over] == right
+    assert [x.token_ids for x in cut_off] == right
 
 
 async def test_answers_of_an_unreachable_decode_host_continue_at_another(service: Service) -> None:

@@ -82,6 +82,16 @@ async def check_killed_stage(of: checks.KindEngines) -> None:
     await pair.prefill.until_empty()
 
 
+async def test_stages_of_two_ranks_hand_over_both_splits_exactly(tmp_path: Path) -> None:
+    model = await make_kind(tmp_path / "model", "Llama")
+    async with checks.kind_engines(
+        model, prefill={**TWO_STAGES, **TWO_HEADS}, decode=TWO_STAGES
+    ) as of:
+        await of.check(prompt(1200), "four ranks to two")
+        await checks.check_moves(of)
+        await checks.check_cancels(of)
+
+
 async def test_serve_with_two_stages_hands_over(tmp_path: Path) -> None:
     flags = ["--host", "127.0.0.1", "--port", "0", "--prefill.pipeline-parallel-size", "2"]
     up = UpProcess(tmp_path, "demo", *flags, command="serve")

@@ -14,8 +14,10 @@ from kv_transfer.settings import ConnectorConfig
 from pdserve.errors import TransferFailed
 from pdserve.types import FinishReason
 from tests.support.engine_pair import CHUNK, EnginePair, params, prompt
-from tests.support.engines import EngineProcess, settings
+from tests.support.engines import EngineProcess, free_port, settings
 from tests.support.model_kinds import CONTEXT, WINDOW
+from tests.support.timeouts import WAIT_S
+from workers.vllm.settings import DataParallel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -78,25 +80,37 @@ async def kind_engines(
     prefill: Mapping[str, Any] | None = None,
     decode: Mapping[str, Any] | None = None,
     prefill_env: Mapping[str, str] | None = None,
+    shares_experts: bool = False,
     **more: Any,
 ) -> AsyncIterator[KindEngines]:
     """Start the engines; `env` applies to the pair, `prefill`, `decode` and `prefill_env` to one of
-    it. Prompts are computed in chunks of CHUNK tokens."""
+    it. Prompts are computed in chunks of CHUNK tokens. With `shares_experts`, decode is a rank of a
+    data-parallel group of two, each of which has half of the experts."""
     arguments = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, **more}
-    own = {"prefill": prefill or {}, "decode": decode or {}, "": {}}
-    envs = {"prefill": {**(env or {}), **(prefill_env or {})}, "decode": env, "": None}
+    own = {"prefill": prefill or {}, "decode": decode or {}}
+    envs = {"prefill": {**(env or {}), **(prefill_env or {})}, "decode": env}
+    names, groups = ["prefill", "decode", ""], {}
+    if shares_experts:
+        names.append("other rank")
+        own |= {key: {"enable_expert_parallel": True} for key in ("decode", "other rank")}
+        port = free_port()
+        for rank, name in enumerate(("other rank", "decode")):
+            groups[name] = DataParallel(2, rank, port, WAIT_S)
+    each_settings = {
+        name: settings(
+            model,
+            kv=ConnectorConfig() if name else None,
+            instance_id=name,
+            **arguments,
+            **own.get(name, {}),
+        )
+        for name in names
+    }
     starts = [
         EngineProcess.start(
-            settings(
-                model,
-                kv=ConnectorConfig() if name else None,
-                instance_id=name,
-                **arguments,
-                **own[name],
-            ),
-            env=envs[name],
+            replace(each, group=groups.get(name, DataParallel())), env=envs.get(name)
         )
-        for name in ("prefill", "decode", "")
+        for name, each in each_settings.items()
     ]
     started = await asyncio.gather(*starts, return_exceptions=True)
     engines = [each for each in started if isinstance(each, EngineProcess)]
@@ -107,8 +121,8 @@ async def kind_engines(
         rounding = _ROUNDING[arguments.get("dtype", "float32")]
         yield KindEngines(EnginePair(engines[0], engines[1], "prefill"), engines[2], rounding)
     finally:
-        for engine in engines:
-            await engine.close()
+        # Together, because the ranks of a group end together.
+        await asyncio.gather(*(engine.close() for engine in engines))
 
 
 async def check_lengths(of: KindEngines) -> None:

@@ -501,6 +501,24 @@ def test_a_disaggregated_set_has_the_pods_of_the_pools(scaled_by: str, tmp_path:
     }
 
 
+def test_the_pods_of_a_group_are_data_parallel_ranks(tmp_path: Path) -> None:
+    folder = without_replicas(overlay(tmp_path, "disaggregatedset", "groups"))
+    path = folder / "kustomization.yaml"
+    path.write_text(path.read_text() + shown("mysite/kustomization.yaml goes on: sixteen ranks"))
+    for role in render(folder)["DisaggregatedSet", "pdserve"]["spec"]["roles"]:
+        group = role["spec"]["leaderWorkerTemplate"]
+        size = {"prefill": 4, "decode": 16}[role["name"]]
+        assert group["size"] == size
+        assert group["leaderTemplate"] == group["workerTemplate"]
+        assert "readinessProbe" in group["leaderTemplate"]["spec"]["containers"][0]
+        lws = {"GROUP_SIZE": str(size), "WORKER_INDEX": "3", "LEADER_ADDRESS": "pdserve-0"}
+        injected = {f"LWS_{key}": value for key, value in lws.items()}
+        worker = config_of(group["leaderTemplate"]["spec"], **injected).worker
+        assert worker.nnodes == 1
+        assert (worker.data_parallel_size, worker.data_parallel_rank) == (size, 3)
+        assert worker.data_parallel_address == worker.data_parallel_group == "pdserve-0"
+
+
 def test_the_operator_has_templates_and_may_set_weights(tmp_path: Path) -> None:
     found = render(without_replicas(overlay(tmp_path, "operator", "tls")))
     pod, spec = pod_of(found, "operator"), found["PDService", "pdserve"]["spec"]

@@ -43,6 +43,9 @@ def mend_experts(_worker: Any) -> None:
             given.arguments["topk_ids"] = own.clamp(min=0).to(ids.dtype)
             given.arguments["topk_weights"] = weights.masked_fill(own < 0, 0.0)
         apply(*given.args, **given.kwargs)
+        if own_of is not None and given.arguments["apply_router_weight_on_input"]:
+            # One expert a token, whose weight is in the input: the kernel uses no weights.
+            given.arguments["output"].masked_fill_(own < 0, 0.0)
 
     CPUUnquantizedExperts.apply = mended
 

@@ -7,6 +7,8 @@ ends before that, each rank knows that another has died, also while no rank comp
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import secrets
 import select
 import socket
@@ -23,8 +25,11 @@ from pdserve.net.sockets import detect_dead_peer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+_log = logging.getLogger(__name__)
 _JOIN_S = 30.0
 _DEAD_PEER_S = 10
+# After the loss of a rank, for the step to fail and the engine to close.
+_FAIL_S = 10.0
 _TOKEN_BYTES, _PORT_BYTES = 16, 2
 # What a message says, and a number: of the wave, or of a rank.
 _MESSAGE = struct.Struct("!cQ")
@@ -35,7 +40,9 @@ class GroupLinks:
     """The links of one rank. State: the last wave that another rank has started, the ranks that
     want to end, and the first rank that was lost. A thread reads the links, any thread looks.
 
-    The group ends as one: a rank that wants to end serves the others until all do.
+    The group ends as one: a rank that wants to end serves the others until all do. If a rank is
+    lost and this one does not close the links within _FAIL_S, its process ends: a step waits for a
+    host that is cut off without an end.
     """
 
     def __init__(
@@ -164,6 +171,12 @@ class GroupLinks:
         self.lost = rank
         self._send(self._others(rank), _LOST, rank)
         self._note_change()
+        threading.Thread(target=self._end_late, name="group-end", daemon=True).start()
+
+    def _end_late(self) -> None:
+        if not self._closing.wait(_FAIL_S):
+            _log.error("the step waits for rank %d, which is lost: this process ends", self.lost)
+            os._exit(1)
 
     def _note_change(self) -> None:
         self._changed.set()

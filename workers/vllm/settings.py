@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +68,14 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """The place of this engine in a data-parallel group, whose ranks run on this machine and meet
-    at `port` and the port after it. The ranks end together, or after `leave_s`."""
+    """The place of this engine in a data-parallel group. The ranks meet at `address`, `port` and
+    the port after it; `host` is the address of this one, if they run on several machines. They end
+    together, or after `leave_s`."""
 
     size: int = 1
     rank: int = 0
+    address: str = "127.0.0.1"
+    host: str = "127.0.0.1"
     port: int = 0
     leave_s: float = 0.0
 
@@ -107,8 +111,6 @@ class VllmSettings:
                 )
 
 
-# The ranks of a data-parallel group have no authentication.
-GROUP_HOST = "127.0.0.1"
 # A worker on a CPU gives this share of its part of the machine's memory to the KV cache, but no
 # more than so many full contexts need, and never less than the smallest cache.
 _CACHE_SHARE = 0.4
@@ -215,21 +217,23 @@ def apply_environment(settings: VllmSettings) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if settings.kv is not None and settings.kv.connector == "nixl":
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv.host
-    if settings.nodes.count > 1:
-        os.environ["VLLM_HOST_IP"] = address = socket.gethostbyname(settings.nodes.host)
+    group, host = settings.group, settings.nodes.host
+    if group.size > 1:
+        master = socket.gethostbyname(group.address)
+        host = group.address if ip_address(master).is_loopback else group.host
+        # vLLM's form for ranks that somebody else starts. Each sees only its own GPUs.
+        os.environ.update(
+            VLLM_DP_SIZE=str(group.size),
+            VLLM_DP_RANK=str(group.rank),
+            VLLM_DP_RANK_LOCAL="0",
+            VLLM_DP_MASTER_IP=master,
+            VLLM_DP_MASTER_PORT=str(group.port),
+        )
+    if settings.nodes.count > 1 or group.size > 1:
+        os.environ["VLLM_HOST_IP"] = address = socket.gethostbyname(host)
         # Gloo would take the interface of this machine's name, which may be the loopback.
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", _interface(address))
-    if settings.group.size > 1:
-        # vLLM's form for ranks that somebody else starts. Each sees only its own GPUs.
-        os.environ.update(
-            VLLM_DP_SIZE=str(settings.group.size),
-            VLLM_DP_RANK=str(settings.group.rank),
-            VLLM_DP_RANK_LOCAL="0",
-            VLLM_DP_MASTER_IP=GROUP_HOST,
-            VLLM_DP_MASTER_PORT=str(settings.group.port),
-        )
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(GROUP_HOST))
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     # torch is imported after the thread count is set: it reads that once.

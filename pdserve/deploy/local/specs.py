@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SCALED = (Role.PREFILL, Role.DECODE)
 _CHOSEN_HERE = (
     *("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus", "warm"),
-    *("data_parallel_size", "data_parallel_rank", "data_parallel_group"),
+    *("data_parallel_size", "data_parallel_rank", "data_parallel_group", "data_parallel_address"),
 )
 # Engine arguments that set the use of GPU memory.
 _OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")

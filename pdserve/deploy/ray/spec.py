@@ -42,7 +42,7 @@ _SET_PER_NODE = {
     "router": ("http_host", "grpc_host"),
     "worker": (
         *("worker_id", "role", "host", "port", "debug_port", "routers", "cores", "gpus", "warm"),
-        *("nnodes", "node_rank", "master_addr", "master_port"),
+        *("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_size"),
     ),
 }
 

@@ -71,10 +71,12 @@ STAGES_KEY, STAGES = (
         (f"worker: {{{TWO}, {TP}, kv: {{connector: nixl}}}}", "worker.nnodes", "connector nixl"),
         (f"worker: {{{TWO}, {TP}, kv: {{tiers: {{host_gib: 1}}}}}}", "worker.nnodes", "kv.tiers"),
         ("worker: {data_parallel_rank: 1}", "worker.data_parallel_rank", "below data_parallel"),
-        ("worker: {data_parallel_size: 2}", "worker.data_parallel_group", "must be set exactly"),
+        ("worker: {data_parallel_size: 2}", "worker.data_parallel_group", "must be set"),
         (f"worker: {{{RANK}, role: pooling}}", "worker.data_parallel_size", "for pooling"),
         (f"worker: {{{RANK}, {TWO}, {TP}}}", "worker.data_parallel_size", "nnodes above 1"),
         (f"worker: {{{RANK}, kv: {{connector: nixl}}}}", "worker.data_parallel_size", "nixl"),
+        (f"worker: {{{RANK}, engine: fake}}", "worker.data_parallel_size", "the engine fake"),
+        (f"worker: {{{RANK}, {STAGES}}}", f"worker.{STAGES_KEY}", "data_parallel_size above 1"),
         (
             f"worker: {{{RANK}, kv: {{tiers: {{host_gib: 1}}}}}}",
             "worker.data_parallel_size",

@@ -347,10 +347,14 @@ def test_each_rank_of_a_group_has_its_own_gpus() -> None:
 
 def test_the_configuration_of_a_large_model_with_experts_in_the_documents_is_valid() -> None:
     page = (Path(__file__).parents[3] / "docs" / "deploy.md").read_text("utf-8")
-    text = page.partition("## A model with experts")[2].partition("```yaml")[2].partition("```")[0]
-    workers = worker_configs(
-        parse(Config, read_yaml(text, "deploy.md")), range(48), dict.fromkeys(range(24), range(48))
-    )
+    section = page.partition("## A model with experts")[2].partition("\n## ")[0]
+    one_machine, rank = (x.partition("```")[0] for x in section.split("```yaml")[1:])
+    config = parse(Config, read_yaml(one_machine, "deploy.md"))
+    workers = worker_configs(config, range(48), dict.fromkeys(range(24), range(48)))
     prefill, decode = groups_of(workers)
     assert [workers[name].gpus for name in prefill] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert [workers[name].gpus for name in decode] == [(gpu,) for gpu in range(8, 24)]
+    whole, at = parse(Config, read_yaml(rank, "deploy.md")).worker, workers[decode[0]]
+    args = {"all2all_backend", "enable_expert_parallel", "max_model_len", "max_num_seqs"}
+    assert whole.engine_args == {name: at.engine_args[name] for name in args}
+    assert (whole.role, whole.data_parallel_size) == (at.role, at.data_parallel_size)
