@@ -49,6 +49,8 @@ CLIENTS := .venv-clients
 LOAD_CLIENTS := .venv-load-clients
 # The generator of the documentation's site, which reads docstrings: it sees the project's packages.
 SITE := .venv-site
+# A CUDA without a GPU: torch's build for CUDA, over tests/gpu/shim. It sees the project's packages.
+GPU_SHIM := .venv-gpu-shim
 SITE_DIR ?= build/site
 # Programs that look at the project's files and packages, in an environment of their own.
 RELEASE := .venv-release
@@ -56,7 +58,7 @@ UV := $(RELEASE)/bin/uv pip compile -q --python-version 3.12 --generate-hashes -
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-.PHONY: help install gpu-install ray-install run test test-slow test-all fuzz test-gpu test-tools test-programs lint format typecheck screenshots proto proto-check size \
+.PHONY: help install gpu-install ray-install run test test-slow test-all fuzz test-gpu gpu-shim test-tools test-programs lint format typecheck screenshots proto proto-check size \
 	protocols docs site chart check bench locks sbom dist clean
 
 help: ## list the targets
@@ -105,10 +107,18 @@ fuzz: $(VENV)/fuzz ## fuzz each target for SECONDS (60); findings go to tests/fu
 	FUZZ_SECONDS=$(SECONDS) $(PYTEST) tests/slow/test_fuzz.py $(ARGS)
 
 # Installs nothing: a machine with a GPU may have no network, and a torch of its own. pytest exits
-# with 5 if every file is skipped.
-test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why each is skipped
+# with 5 if every file is skipped. With -vv each line says that it comes from the shim.
+test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why each is skipped. Without a GPU: on the shim, if made
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); \
+		if [ -e $(GPU_SHIM)/shim ] && ! $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+			python="$(GPU_SHIM)/bin/python"; export PYTEST_ADDOPTS="-vv $${PYTEST_ADDOPTS:-}"; fi; \
 		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
+
+gpu-shim: $(GPU_SHIM)/shim ## what test-gpu runs on without a GPU: CUDA in host memory. Needs g++ and binutils; downloads 560 MB
+
+$(GPU_SHIM)/shim: $(wildcard tests/gpu/shim/*.c* tests/gpu/shim/build.py) | $(GPU_SHIM)/installed
+	@$(GPU_SHIM)/bin/python tests/gpu/shim/build.py
+	@touch $@
 
 test-tools: test-programs ray-install $(RELEASE)/installed $(VENV)/kubernetes $(VENV)/fuzz $(VENV)/smollm2 $(VENV)/minilm $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed tests/clients/node_modules ## what some tests use, and are skipped without
 
@@ -116,13 +126,16 @@ test-programs: ## part of test-tools, as root on Debian: its programs
 	apt-get update -q
 	apt-get install -q -y --no-install-recommends $(TOOLS)
 
-$(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed: .venv-%/installed: requirements/%.lock | $(STAMP)
+$(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed $(GPU_SHIM)/installed: .venv-%/installed: requirements/%.lock | $(STAMP)
 	@$(BIN)/python -m venv --clear $(@D)
 	@$(SEE_PROJECT)
-	@$(@D)/bin/python -m pip --disable-pip-version-check $(LOCKED) -q -r $<
+	@$(@D)/bin/python -m pip --disable-pip-version-check $(LOCKED) -q $(PIP_OPTIONS) -r $<
 	@touch $@
 
-$(LOAD_CLIENTS)/installed $(SITE)/installed: SEE_PROJECT = packages() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+# The project's torch, which has the same name, is another build.
+$(GPU_SHIM)/installed: PIP_OPTIONS = --ignore-installed
+
+$(LOAD_CLIENTS)/installed $(SITE)/installed $(GPU_SHIM)/installed: SEE_PROJECT = packages() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
 	packages $(VENV) > "$$(packages $(@D))/project.pth"
 
 $(RELEASE)/installed: requirements/release.lock | $(BIN)/python
@@ -138,7 +151,7 @@ check: lint typecheck proto-check size ## everything that can be said without ru
 
 size: ## lines of code by package, without generated stubs
 	@for package in $(CODE) examples deploy tests; do \
-		git ls-files $$package | { grep -E '\.(py|c|h|js|mjs)$$' || true; } | { grep -v '^pdserve/v1/' || true; } \
+		git ls-files $$package | { grep -E '\.(py|c|cpp|h|js|mjs)$$' || true; } | { grep -v '^pdserve/v1/' || true; } \
 			| xargs -r cat | awk -v name=$$package 'END {printf "  %-12s %6d lines\n", name, NR}'; \
 	done
 
@@ -228,7 +241,7 @@ bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace
 	$(BIN)/pdserve bench compare --arms 1P1D,2A --trace chat --kv-cache-mib 512 $(ARGS)
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) $(CLIENTS) $(LOAD_CLIENTS) $(SITE) $(RELEASE) tests/clients/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(LOAD_CLIENTS) $(SITE) $(GPU_SHIM) $(RELEASE) tests/clients/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f $(EXTENSIONS:.c=.*.so)
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

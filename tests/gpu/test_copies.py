@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,9 +16,12 @@ pytest.importorskip("grpc")
 from kv_transfer.cache.gpu_memory import device_region  # noqa: E402
 from tests.support.gpu_caches import BLOCKS, LAYOUTS, missing_gpu, on_gpu, random_cache  # noqa: E402
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing_gpu()), reason=missing_gpu())]
 FROM, TO = [3, 60, 5, 17], [9, 0, 41, 2]
-LONG = 2_000_000_000  # cycles: about a second
+LIMIT_S = 60.0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -35,12 +43,27 @@ def test_blocks_and_digests_are_those_of_the_cpu(layout: str, width: int, heads:
 def test_a_copy_does_not_wait_for_the_engines_next_step() -> None:
     """The copy runs beside the step after the one that filled the blocks."""
     _, region = on_gpu(random_cache(1), "BLHNC")
+    expected = device_region(list(random_cache(1)), BLOCKS).digests(FROM)
+    region.digests(FROM)  # allocates pinned memory, for which CUDA may wait for all streams
     filled = region.step_end()
     assert filled is not None
-    torch.cuda._sleep(LONG)
-    next_step = region.step_end()
-    filled.synchronize()
-    expected = device_region(list(random_cache(1)), BLOCKS).digests(FROM)
-    assert region.digests(FROM) == expected
-    assert not next_step.query(), "the copy waited for it, or the GPU runs one kernel at a time"
-    next_step.synchronize()
+    with stopped_step() as is_stopped:
+        filled.synchronize()
+        assert region.digests(FROM) == expected
+        assert is_stopped(), "the copy waited for the next step"
+
+
+@contextmanager
+def stopped_step() -> Iterator[Callable[[], bool]]:
+    """Enqueue a step that lasts until the end of the block, or for LIMIT_S. Yields a function that
+    returns True if it has not ended."""
+    end = threading.Event()
+    step = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: end.wait(LIMIT_S))
+    stream = torch.cuda.current_stream()
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.', 1)[0]}")
+    assert runtime.cudaLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), step, None) == 0
+    try:
+        yield lambda: not stream.query()
+    finally:
+        end.set()
+        stream.synchronize()

@@ -20,7 +20,7 @@ import pytest_asyncio  # noqa: E402
 from kv_transfer.settings import ConnectorConfig  # noqa: E402
 from tests.support.engine_pair import EnginePair, joined, params, prompt  # noqa: E402
 from tests.support.engines import EngineProcess, settings  # noqa: E402
-from tests.support.gpu_caches import missing_gpu  # noqa: E402
+from tests.support.gpu_caches import is_shim, missing_gpu  # noqa: E402
 from tests.support.tiny_models import ModelSpec, make_model  # noqa: E402
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def lack() -> str:
     """Why engines cannot run on a GPU here, or ""."""
     if reason := missing_gpu():
         return reason
+    if is_shim():
+        return "vLLM's kernels do not run on the CUDA shim"
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:

@@ -23,6 +23,7 @@ def test_the_gpu_tests_start_without_vllm_and_say_what_they_skip(tmp_path: Path)
     own = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, **own, "PYTHONPATH": str(tmp_path)}
     command = ["make", "test-gpu", f"VENV={tmp_path}/none", f"PYTHON={sys.executable}"]
+    command.append("GPU_SHIM=.venv-none")
     told = run(*command, cwd=ROOT, env=environment, within_s=START_S)
     assert "torch finds no CUDA GPU" in told
     assert "could not import 'pytest_asyncio'" in told

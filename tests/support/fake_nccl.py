@@ -275,7 +275,7 @@ class FakeLink:
     def post(self, message: KvMessage) -> None:
         self.sock.sendall(encode(message))
 
-    write = post
+    write = buffer = post
 
     def read(self) -> KvMessage:
         header = self._receive(HEADER.size)

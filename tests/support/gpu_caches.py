@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from kv_transfer.cache.gpu_memory import DeviceRegion, device_region
@@ -14,6 +16,11 @@ LAYERS, BLOCKS, HEADS, TOKENS = 4, 64, 8, 16
 def missing_gpu() -> str:
     """Return the reason why no GPU test can run here, or ""."""
     return "" if torch.cuda.is_available() else "torch finds no CUDA GPU"
+
+
+def is_shim() -> bool:
+    """Return True if tests/gpu/shim stands in for CUDA."""
+    return "tests.gpu.shim.preload" in sys.modules
 
 
 def random_cache(seed: int, *, layers: int = LAYERS, width: int = 256) -> torch.Tensor:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kv_transfer.cache.gpu_memory import DeviceRegion
 
 LAYERS = 32
+LAYOUT = os.environ.get("GPU_TEST_LAYOUT", "LBNHC")
 FROM = [(7 * n + 3) % BLOCKS for n in range(40)]
 # What writes to the consumer's blocks: through staging, and from block to block.
 WRITERS = ("scatter", "_copy_runs")
@@ -42,9 +43,7 @@ TO = [(11 * n + 5) % BLOCKS for n in range(40)]
 
 
 def made(name: str, seed: int) -> tuple[torch.Tensor, DeviceRegion, Any]:
-    view, region = on_gpu(
-        random_cache(seed, layers=LAYERS), os.environ.get("GPU_TEST_LAYOUT", "LBNHC")
-    )
+    view, region = on_gpu(random_cache(seed, layers=LAYERS), LAYOUT)
     return view, region, transport.make(read_extra_config({"transports": (name,)}))[0]
 
 
@@ -133,7 +132,7 @@ def main(role: str, name: str, port: str = "0") -> None:
     cache, region, made_transport = made(name, 2)
     if role == "kill":
         receive(name, region, made_transport, kills=True)
-        cache.copy_(random_cache(2, layers=LAYERS))
+        cache.copy_(on_gpu(random_cache(2, layers=LAYERS), LAYOUT)[0])
     receive(name, region, made_transport, kills=False)
     want = random_cache(2, layers=LAYERS)
     want[:, TO] = random_cache(1, layers=LAYERS)[:, FROM]

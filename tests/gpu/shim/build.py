@@ -1,0 +1,109 @@
+"""Compile the CUDA shim for the environment of this interpreter: `make gpu-shim`.
+
+torch's CUDA build needs libraries of CUDA that a machine without a GPU lacks. cudart.cpp stands in
+for the runtime and driver.c for the driver. All other symbols that torch names get a function that
+says its name and refuses.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+PACKAGES = Path(sysconfig.get_path("purelib"))
+LIBRARIES = Path(sys.prefix, "cuda-shim")
+SOURCES = {"libcudart.so.13": "cudart.cpp", "libcuda.so.1": "driver.c"}
+# Where a symbol belongs that names no library. All others are the driver's.
+PREFIXES = {
+    "cuFile": "libcufile.so.0",
+    "cusparseLt": "libcusparseLt.so.0",
+    "nccl": "libnccl.so.2",
+    "nvshmem": "libnvshmem_host.so.3",
+}
+DRIVER = "libcuda.so.1"
+# Read by importlib.metadata: `import torch` calls what an entry point of this group names.
+ENTRY_POINTS = "[torch.backends]\ncuda_shim = tests.gpu.shim.kernels:implement\n"
+METADATA = "Metadata-Version: 2.1\nName: cuda-shim\nVersion: 0\n"
+REFUSAL = """#include <stdio.h>
+static int refuse(const char *name) {
+  fprintf(stderr, "CUDA shim: %s is not there\\n", name);
+  return 801; /* cudaErrorNotSupported, CUDA_ERROR_NOT_SUPPORTED, and an error everywhere else */
+}
+"""
+
+
+def said(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def needed(library: Path) -> set[str]:
+    """Return the libraries of CUDA that this one names."""
+    names = re.findall(r"\(NEEDED\).*\[(lib(?:cu|nv|nccl)[^]]*)\]", said("readelf", "-d", library))
+    return {name for name in names if not (library.parent / name).exists()}
+
+
+def missing(libraries: list[Path]) -> dict[str, dict[str, str]]:
+    """Return the symbols that torch expects of CUDA's libraries, each with its version."""
+    found: dict[str, dict[str, str]] = {
+        name: {} for library in libraries for name in needed(library)
+    }
+    for library in libraries:
+        for line in said("nm", "-D", "--undefined-only", library).splitlines():
+            symbol, _, version = line.split()[-1].partition("@")
+            prefixes = [prefix for prefix in PREFIXES if symbol.startswith(prefix)]
+            if version in found:
+                found[version][symbol] = version
+            elif prefixes and version in ("", "NVSHMEM"):
+                found[PREFIXES[prefixes[0]]][symbol] = version
+            elif re.match(r"cu[A-Z]", symbol) and not version:
+                found[DRIVER][symbol] = version
+    return found
+
+
+def compile_library(name: str, symbols: dict[str, str]) -> None:
+    """Compile one library: our source if there is one, and refusals of the other symbols."""
+    include = PACKAGES / "nvidia/cu13/include"
+    work, objects, own = LIBRARIES / "build", [], set[str]()
+    if source := SOURCES.get(name):
+        objects.append(work / f"{source}.o")
+        tool = ["g++", "-std=c++20"] if source.endswith("pp") else ["gcc"]
+        options = ["-O2", "-Wall", "-Wextra", "-fPIC", "-isystem", str(include)]
+        said(*tool, *options, "-c", HERE / source, "-o", objects[0])
+        text = said("nm", "--defined-only", "--extern-only", objects[0])
+        own = {line.split()[-1] for line in text.splitlines()}
+    exported = own | symbols.keys()
+    refusals, script = work / f"{name}.c", work / f"{name}.map"
+    lines = [f'int {x}(void) {{ return refuse("{x}"); }}' for x in sorted(exported - own)]
+    refusals.write_text("\n".join([REFUSAL, *lines, ""]) if lines else "")
+    version = max(symbols.values(), default="")
+    names = " ".join(f"{x};" for x in sorted(exported))
+    script.write_text(f"{version} {{ {f'global: {names}' if names else ''} local: *; }};\n")
+    said(
+        *("g++", "-shared", "-fPIC", f"-Wl,-soname,{name}", f"-Wl,--version-script={script}"),
+        *("-o", LIBRARIES / name, *objects, "-x", "c", "-w", refusals, "-lpthread"),
+    )
+
+
+def install() -> None:
+    """Make every start of this environment's Python load the libraries, and torch our kernels."""
+    (PACKAGES / "cuda-shim.pth").write_text(f"{ROOT}\nimport tests.gpu.shim.preload\n")
+    folder = PACKAGES / "cuda_shim-0.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+    (folder / "METADATA").write_text(METADATA)
+
+
+def main() -> None:
+    (LIBRARIES / "build").mkdir(parents=True, exist_ok=True)
+    for name, symbols in missing(sorted((PACKAGES / "torch/lib").glob("*.so*"))).items():
+        compile_library(name, symbols)
+    install()
+
+
+if __name__ == "__main__":
+    main()
