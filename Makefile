@@ -114,7 +114,7 @@ test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why 
 			python="$(GPU_SHIM)/bin/python"; export PYTEST_ADDOPTS="-vv $${PYTEST_ADDOPTS:-}"; fi; \
 		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
 
-gpu-shim: $(GPU_SHIM)/shim ## what test-gpu runs on without a GPU: CUDA in host memory. Needs g++ and binutils; downloads 560 MB
+gpu-shim: $(GPU_SHIM)/shim ## what test-gpu runs on without a GPU: CUDA in host memory. Needs g++ and binutils; downloads 780 MB
 
 $(GPU_SHIM)/shim: $(wildcard tests/gpu/shim/*.c* tests/gpu/shim/build.py) | $(GPU_SHIM)/installed
 	@$(GPU_SHIM)/bin/python tests/gpu/shim/build.py

@@ -1,8 +1,8 @@
 """Compile the CUDA shim for the environment of this interpreter: `make gpu-shim`.
 
 torch's CUDA build needs libraries of CUDA that a machine without a GPU lacks. cudart.cpp stands in
-for the runtime and driver.c for the driver. All other symbols that torch names get a function that
-says its name and refuses.
+for the runtime, driver.c for the driver and nccl.cpp for NCCL. All other symbols that torch names
+get a function that says its name and refuses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 PACKAGES = Path(sysconfig.get_path("purelib"))
 LIBRARIES = Path(sys.prefix, "cuda-shim")
-SOURCES = {"libcudart.so.13": "cudart.cpp", "libcuda.so.1": "driver.c"}
+INCLUDES = ("nvidia/cu13/include", "nvidia/nccl/include")
+SOURCES = {
+    "libcudart.so.13": "cudart.cpp",
+    "libcuda.so.1": "driver.c",
+    "libnccl.so.2": "nccl.cpp",
+}
 # Where a symbol belongs that names no library. All others are the driver's.
 PREFIXES = {
     "cuFile": "libcufile.so.0",
@@ -67,13 +72,23 @@ def missing(libraries: list[Path]) -> dict[str, dict[str, str]]:
 
 def compile_library(name: str, symbols: dict[str, str]) -> None:
     """Compile one library: our source if there is one, and refusals of the other symbols."""
-    include = PACKAGES / "nvidia/cu13/include"
     work, objects, own = LIBRARIES / "build", [], set[str]()
     if source := SOURCES.get(name):
         objects.append(work / f"{source}.o")
         tool = ["g++", "-std=c++20"] if source.endswith("pp") else ["gcc"]
-        options = ["-O2", "-Wall", "-Wextra", "-fPIC", "-isystem", str(include)]
-        said(*tool, *options, "-c", HERE / source, "-o", objects[0])
+        headers = [x for each in INCLUDES for x in ("-isystem", PACKAGES / each)]
+        said(
+            *tool,
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-fPIC",
+            *headers,
+            "-c",
+            HERE / source,
+            "-o",
+            objects[0],
+        )
         text = said("nm", "--defined-only", "--extern-only", objects[0])
         own = {line.split()[-1] for line in text.splitlines()}
     exported = own | symbols.keys()
@@ -83,10 +98,9 @@ def compile_library(name: str, symbols: dict[str, str]) -> None:
     version = max(symbols.values(), default="")
     names = " ".join(f"{x};" for x in sorted(exported))
     script.write_text(f"{version} {{ {f'global: {names}' if names else ''} local: *; }};\n")
-    said(
-        *("g++", "-shared", "-fPIC", f"-Wl,-soname,{name}", f"-Wl,--version-script={script}"),
-        *("-o", LIBRARIES / name, *objects, "-x", "c", "-w", refusals, "-lpthread"),
-    )
+    linked = ["-shared", "-fPIC", f"-Wl,-soname,{name}", f"-Wl,--version-script={script}"]
+    rest = ["-x", "c", "-w", refusals, "-lpthread"]
+    said("g++", *linked, "-o", LIBRARIES / name, *objects, *rest)
 
 
 def install() -> None:

@@ -51,11 +51,6 @@ cudaError_t fail(cudaError_t error, const char *why) {
   return last_error = error;
 }
 
-unsigned random_seed() {
-  static const char *given = getenv("CUDA_SHIM_SEED");
-  return given ? unsigned(atol(given)) : unsigned(getpid());
-}
-
 // The longest delay of an operation, in microseconds.
 unsigned max_delay_us() {
   static const char *given = getenv("CUDA_SHIM_DELAY_US");
@@ -107,8 +102,6 @@ struct CUevent_st {
 
 struct CUstream_st {
   explicit CUstream_st(int its_priority) : priority(its_priority) {
-    static std::atomic<unsigned> count{0};
-    dice_.seed(random_seed() + count++);
     std::thread([this] { run(); }).detach();
   }
 
@@ -165,7 +158,7 @@ struct CUstream_st {
   std::deque<Work> todo_;
   size_t enqueued_ = 0, done_ = 0;
   bool is_destroyed_ = false;
-  std::mt19937 dice_;
+  std::minstd_rand dice_{std::random_device{}()};
 };
 
 namespace {
@@ -614,7 +607,7 @@ cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const
       return fail(cudaErrorInvalidValue, "a copy of a batch has an address that is pageable");
     copies.push_back({to[n], from[n], sizes[n]});
   }
-  std::shuffle(copies.begin(), copies.end(), std::minstd_rand(random_seed()));
+  std::shuffle(copies.begin(), copies.end(), std::minstd_rand(std::random_device{}()));
   stream->enqueue([copies] {
     for (auto &each : copies) memcpy(each.to, each.from, each.size);
   });

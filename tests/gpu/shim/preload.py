@@ -4,9 +4,13 @@ module at every start of Python, before torch."""
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
-for _path in sorted(Path(sys.prefix, "cuda-shim").glob("lib*.so*")):
+_LIBRARIES = Path(sys.prefix, "cuda-shim")
+for _path in sorted(_LIBRARIES.glob("lib*.so*")):
     # torch, which names the same libraries, then takes those that are loaded.
     ctypes.CDLL(str(_path), mode=ctypes.RTLD_GLOBAL)
+# torch also loads the real one, if it is installed.
+os.environ.setdefault("PDSERVE_NCCL_SO", str(_LIBRARIES / "libnccl.so.2"))
