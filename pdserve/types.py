@@ -261,6 +261,8 @@ class Receipt:
     time from placement to the first token, 0 if unknown. `cost`: in the unit of router.prices, None
     if a worker has no price. `energy_j`: None if a worker measures no energy. `images`: number of
     images in the prompt. `render_s`: time to fetch and render them, before the request was queued.
+    `fetched_tokens`: tokens that were not computed, because their KV was copied from the cache of
+    `fetched_from` before prefill, in `fetch_s`.
     """
 
     queue_s: float = 0.0
@@ -281,6 +283,10 @@ class Receipt:
     energy_j: float | None = None
     images: int = 0
     render_s: float = 0.0
+    fetched_tokens: int = 0
+    fetched_blocks: int = 0
+    fetched_from: str = ""
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ from router.request.parser_process import ParserProcess
 from router.request.parsing import AnswerParser
 from router.request.placer import Placer
 from router.request.pooling import Embedder
+from router.request.prefix_fetch import PrefixFetcher
 from router.request.record import RECORDS_KEPT
 from router.request.request import RequestServer
 from router.request.retry import RetryBudget
@@ -160,7 +161,7 @@ def make_services(
     placer = Placer(
         fleet,
         POLICIES[config.policy],
-        PlacementContext(watcher, costs),
+        PlacementContext(watcher, costs, fetches=config.fetch_cached_kv),
         shares=shares,
         costs=costs,
         log=decisions,
@@ -184,6 +185,7 @@ def make_services(
         sessions=Sessions(fleet.now, idle_s=config.session_idle_s),
         media_memory=MediaMemory(config.images.memory_mib << 20, config.images.disk_mib << 20),
         adapters=adapters,
+        fetcher=PrefixFetcher(fleet, links, costs, metrics),
         queue_timeout_s=patience_s,
         on_demand=on_demand,
         export_timeout_s=bounds.export_timeout_s,

@@ -51,6 +51,7 @@ _COUNTERS = (
     *("body_process_failures", "responses_not_stored", "revision_requests"),
     *("tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
     *("session_turns", "recomputed_tokens"),
+    *("kv_fetches", "kv_fetched_tokens", "kv_fetched_blocks"),
     *("engine_seconds", "cost", "energy_joules", "cost_saved"),
 )
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")

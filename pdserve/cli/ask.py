@@ -165,6 +165,9 @@ def _answer(args: argparse.Namespace, console: Console, messages: list[ChatMessa
 
 def _receipt_line(receipt: Receipt) -> str:
     parts = [f"queued {receipt.queue_s * 1000:.1f} ms"]
+    if receipt.fetched_tokens:
+        took = f"{receipt.fetch_s * 1000:.1f} ms"
+        parts.append(f"{receipt.fetched_tokens} tokens of {receipt.fetched_from} copied in {took}")
     parts.append(f"prefill {receipt.prefill_s * 1000:.1f} ms on {receipt.prefill_worker}")
     if receipt.transfer_blocks:
         moved = f"{receipt.transfer_blocks} blocks ({receipt.transfer_bytes / 1024:.0f} KiB)"

@@ -355,6 +355,8 @@ class RouterConfig(_Section, frozen=True):
     request_timeout_s: Deadline of a request that gives none.
     session_idle_s: How long the router remembers a session after its last answer, to prefer the
         workers that have its history. 0: it does not.
+    fetch_cached_kv: Copy the KV of a prompt's tokens from a worker that has them cached to the one
+        that computes the prompt, where that is predicted to be faster than computing them.
     lease_s: Lease of a worker. One that does not renew it is lost.
     access: Who may connect. API keys of clients are under `tenants`.
     roles: The autoscaler of roles.
@@ -414,6 +416,7 @@ class RouterConfig(_Section, frozen=True):
     on_demand_models: tuple[Text, ...] = ()
     request_timeout_s: Duration = 600.0
     session_idle_s: Amount = 1800.0
+    fetch_cached_kv: bool = True
     lease_s: Lease = 5.0
     access: RouterAccessConfig = RouterAccessConfig()
     roles: RolesConfig = RolesConfig()

@@ -58,8 +58,14 @@ def scores(candidate: a.PlacementCandidate) -> str:
 
 
 def cached(candidate: a.PlacementCandidate) -> str:
-    """Return the number of prompt tokens in a worker's prefix cache, and in its host memory."""
+    """Return the number of prompt tokens in a worker's prefix cache, and in its host memory, and
+    what could be copied to it, or why it would not be."""
     tiers = f" ({candidate.tier_tokens} in host memory)" if candidate.tier_tokens else ""
+    if candidate.HasField("fetch"):
+        fetch = candidate.fetch
+        times = f"copied in {fetch.copy_s * 1e3:.1f} ms, computed in {fetch.compute_s * 1e3:.1f} ms"
+        sign = "+" if fetch.pays else "not copied: "
+        tiers += f" ({sign}{fetch.tokens} of {fetch.holder}, {times})"
     return f"{candidate.cached_tokens}{tiers}"
 
 

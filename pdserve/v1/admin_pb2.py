@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import worker_pb2 as pdserve_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdserve/v1/admin.proto\x12\npdserve.v1\x1a\x17pdserve/v1/worker.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"X\n\x10\x45xplainedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\tdecisions\x18\x02 \x03(\x0b\x32\x1d.pdserve.v1.PlacementDecision\"\x9e\x04\n\x11PlacementDecision\x12\x13\n\x0bunix_time_s\x18\x01 \x01(\x01\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x11\n\tkv_tokens\x18\x06 \x01(\r\x12\x14\n\x0cprefill_only\x18\x07 \x01(\x08\x12\r\n\x05\x61void\x18\x08 \x03(\t\x12*\n\x08\x65xcluded\x18\t \x03(\x0b\x32\x18.pdserve.v1.ExcludedPair\x12\x32\n\ncandidates\x18\n \x03(\x0b\x32\x1e.pdserve.v1.PlacementCandidate\x12\x14\n\x0c\x61sked_prefix\x18\x0b \x01(\x08\x12\x34\n\x0bpredictions\x18\x0c \x03(\x0b\x32\x1f.pdserve.v1.PlacementPrediction\x12\x0e\n\x06\x64\x65\x63ode\x18\r \x01(\t\x12\x0f\n\x07prefill\x18\x0e \x01(\t\x12\x0f\n\x07refused\x18\x0f \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x10 \x01(\t\x12\x15\n\x08revision\x18\x11 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0cspilled_from\x18\x12 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x06images\x18\x13 \x01(\r\x12\x0f\n\x07session\x18\x14 \x01(\t\x12\x17\n\x0fsession_workers\x18\x15 \x03(\tB\x0b\n\t_revisionB\x0f\n\r_spilled_from\"/\n\x0c\x45xcludedPair\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\"\xaa\x04\n\x12PlacementCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x1c\n\x14outstanding_requests\x18\x04 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x05 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0f\n\x07why_not\x18\x08 \x01(\t\x12*\n\x06scores\x18\t \x03(\x0b\x32\x1a.pdserve.v1.PlacementScore\x12:\n\x06totals\x18\n \x03(\x0b\x32*.pdserve.v1.PlacementCandidate.TotalsEntry\x12\x1e\n\x04role\x18\x0b \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x14\n\x0ctotal_blocks\x18\x0c \x01(\r\x12>\n\x08topology\x18\r \x03(\x0b\x32,.pdserve.v1.PlacementCandidate.TopologyEntry\x12\x13\n\x0btier_tokens\x18\x0e \x01(\r\x1a-\n\x0bTotalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rTopologyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"N\n\x0ePlacementScore\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05score\x18\x04 \x01(\x01\"\xa5\x01\n\x13PlacementPrediction\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12=\n\x07seconds\x18\x03 \x03(\x0b\x32,.pdserve.v1.PlacementPrediction.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"_\n\x11\x43hangeRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x17\n\x0f\x64rain_timeout_s\x18\x03 \x01(\x01\"o\n\x12\x43hangeRoleResponse\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\x12\x0f\n\x07probe_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x15\n\rmoved_streams\x18\x05 \x01(\r\"W\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0c\n\x04stop\x18\x04 \x01(\x08\"\x83\x01\n\rDrainProgress\x12\x14\n\x0copen_streams\x18\x01 \x01(\r\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x05 \x01(\x08\x12\x15\n\rmoved_streams\x18\x06 \x01(\r\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x17\n\x15UndrainWorkerResponse\"\x8f\x01\n\x11SetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12;\n\x07weights\x18\x02 \x03(\x0b\x32*.pdserve.v1.SetWeightsRequest.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"%\n\x14ListRevisionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"@\n\x15ListRevisionsResponse\x12\'\n\trevisions\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.Revision\"\xf5\x01\n\x08Revision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05share\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12.\n\x05ready\x18\x03 \x03(\x0b\x32\x1f.pdserve.v1.Revision.ReadyEntry\x12\x30\n\x06\x63ounts\x18\x04 \x03(\x0b\x32 .pdserve.v1.Revision.CountsEntry\x1a,\n\nReadyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x08\n\x06_share2\xe1\x03\n\x05\x41\x64min\x12\x43\n\x07\x45xplain\x12\x1a.pdserve.v1.ExplainRequest\x1a\x1c.pdserve.v1.ExplainedRequest\x12K\n\nChangeRole\x12\x1d.pdserve.v1.ChangeRoleRequest\x1a\x1e.pdserve.v1.ChangeRoleResponse\x12J\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x19.pdserve.v1.DrainProgress0\x01\x12T\n\rUndrainWorker\x12 .pdserve.v1.UndrainWorkerRequest\x1a!.pdserve.v1.UndrainWorkerResponse\x12N\n\nSetWeights\x12\x1d.pdserve.v1.SetWeightsRequest\x1a!.pdserve.v1.ListRevisionsResponse\x12T\n\rListRevisions\x12 .pdserve.v1.ListRevisionsRequest\x1a!.pdserve.v1.ListRevisionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdserve/v1/admin.proto\x12\npdserve.v1\x1a\x17pdserve/v1/worker.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"X\n\x10\x45xplainedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\tdecisions\x18\x02 \x03(\x0b\x32\x1d.pdserve.v1.PlacementDecision\"\x9e\x04\n\x11PlacementDecision\x12\x13\n\x0bunix_time_s\x18\x01 \x01(\x01\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x11\n\tkv_tokens\x18\x06 \x01(\r\x12\x14\n\x0cprefill_only\x18\x07 \x01(\x08\x12\r\n\x05\x61void\x18\x08 \x03(\t\x12*\n\x08\x65xcluded\x18\t \x03(\x0b\x32\x18.pdserve.v1.ExcludedPair\x12\x32\n\ncandidates\x18\n \x03(\x0b\x32\x1e.pdserve.v1.PlacementCandidate\x12\x14\n\x0c\x61sked_prefix\x18\x0b \x01(\x08\x12\x34\n\x0bpredictions\x18\x0c \x03(\x0b\x32\x1f.pdserve.v1.PlacementPrediction\x12\x0e\n\x06\x64\x65\x63ode\x18\r \x01(\t\x12\x0f\n\x07prefill\x18\x0e \x01(\t\x12\x0f\n\x07refused\x18\x0f \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x10 \x01(\t\x12\x15\n\x08revision\x18\x11 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0cspilled_from\x18\x12 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x06images\x18\x13 \x01(\r\x12\x0f\n\x07session\x18\x14 \x01(\t\x12\x17\n\x0fsession_workers\x18\x15 \x03(\tB\x0b\n\t_revisionB\x0f\n\r_spilled_from\"/\n\x0c\x45xcludedPair\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\"\xd2\x04\n\x12PlacementCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x1c\n\x14outstanding_requests\x18\x04 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x05 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0f\n\x07why_not\x18\x08 \x01(\t\x12*\n\x06scores\x18\t \x03(\x0b\x32\x1a.pdserve.v1.PlacementScore\x12:\n\x06totals\x18\n \x03(\x0b\x32*.pdserve.v1.PlacementCandidate.TotalsEntry\x12\x1e\n\x04role\x18\x0b \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x14\n\x0ctotal_blocks\x18\x0c \x01(\r\x12>\n\x08topology\x18\r \x03(\x0b\x32,.pdserve.v1.PlacementCandidate.TopologyEntry\x12\x13\n\x0btier_tokens\x18\x0e \x01(\r\x12&\n\x05\x66\x65tch\x18\x0f \x01(\x0b\x32\x17.pdserve.v1.PrefixFetch\x1a-\n\x0bTotalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rTopologyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"^\n\x0bPrefixFetch\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63opy_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x0c\n\x04pays\x18\x05 \x01(\x08\"N\n\x0ePlacementScore\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05score\x18\x04 \x01(\x01\"\xa5\x01\n\x13PlacementPrediction\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12=\n\x07seconds\x18\x03 \x03(\x0b\x32,.pdserve.v1.PlacementPrediction.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"_\n\x11\x43hangeRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x17\n\x0f\x64rain_timeout_s\x18\x03 \x01(\x01\"o\n\x12\x43hangeRoleResponse\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\x12\x0f\n\x07probe_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x15\n\rmoved_streams\x18\x05 \x01(\r\"W\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0c\n\x04stop\x18\x04 \x01(\x08\"\x83\x01\n\rDrainProgress\x12\x14\n\x0copen_streams\x18\x01 \x01(\r\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x05 \x01(\x08\x12\x15\n\rmoved_streams\x18\x06 \x01(\r\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x17\n\x15UndrainWorkerResponse\"\x8f\x01\n\x11SetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12;\n\x07weights\x18\x02 \x03(\x0b\x32*.pdserve.v1.SetWeightsRequest.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"%\n\x14ListRevisionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"@\n\x15ListRevisionsResponse\x12\'\n\trevisions\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.Revision\"\xf5\x01\n\x08Revision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05share\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12.\n\x05ready\x18\x03 \x03(\x0b\x32\x1f.pdserve.v1.Revision.ReadyEntry\x12\x30\n\x06\x63ounts\x18\x04 \x03(\x0b\x32 .pdserve.v1.Revision.CountsEntry\x1a,\n\nReadyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x08\n\x06_share2\xe1\x03\n\x05\x41\x64min\x12\x43\n\x07\x45xplain\x12\x1a.pdserve.v1.ExplainRequest\x1a\x1c.pdserve.v1.ExplainedRequest\x12K\n\nChangeRole\x12\x1d.pdserve.v1.ChangeRoleRequest\x1a\x1e.pdserve.v1.ChangeRoleResponse\x12J\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x19.pdserve.v1.DrainProgress0\x01\x12T\n\rUndrainWorker\x12 .pdserve.v1.UndrainWorkerRequest\x1a!.pdserve.v1.UndrainWorkerResponse\x12N\n\nSetWeights\x12\x1d.pdserve.v1.SetWeightsRequest\x1a!.pdserve.v1.ListRevisionsResponse\x12T\n\rListRevisions\x12 .pdserve.v1.ListRevisionsRequest\x1a!.pdserve.v1.ListRevisionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,43 +53,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXCLUDEDPAIR']._serialized_start=736
   _globals['_EXCLUDEDPAIR']._serialized_end=783
   _globals['_PLACEMENTCANDIDATE']._serialized_start=786
-  _globals['_PLACEMENTCANDIDATE']._serialized_end=1340
-  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_start=1246
-  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_end=1291
-  _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._serialized_start=1293
-  _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._serialized_end=1340
-  _globals['_PLACEMENTSCORE']._serialized_start=1342
-  _globals['_PLACEMENTSCORE']._serialized_end=1420
-  _globals['_PLACEMENTPREDICTION']._serialized_start=1423
-  _globals['_PLACEMENTPREDICTION']._serialized_end=1588
-  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_start=1542
-  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_end=1588
-  _globals['_CHANGEROLEREQUEST']._serialized_start=1590
-  _globals['_CHANGEROLEREQUEST']._serialized_end=1685
-  _globals['_CHANGEROLERESPONSE']._serialized_start=1687
-  _globals['_CHANGEROLERESPONSE']._serialized_end=1798
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1800
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1887
-  _globals['_DRAINPROGRESS']._serialized_start=1890
-  _globals['_DRAINPROGRESS']._serialized_end=2021
-  _globals['_UNDRAINWORKERREQUEST']._serialized_start=2023
-  _globals['_UNDRAINWORKERREQUEST']._serialized_end=2064
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=2066
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=2089
-  _globals['_SETWEIGHTSREQUEST']._serialized_start=2092
-  _globals['_SETWEIGHTSREQUEST']._serialized_end=2235
-  _globals['_SETWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_start=2189
-  _globals['_SETWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_end=2235
-  _globals['_LISTREVISIONSREQUEST']._serialized_start=2237
-  _globals['_LISTREVISIONSREQUEST']._serialized_end=2274
-  _globals['_LISTREVISIONSRESPONSE']._serialized_start=2276
-  _globals['_LISTREVISIONSRESPONSE']._serialized_end=2340
-  _globals['_REVISION']._serialized_start=2343
-  _globals['_REVISION']._serialized_end=2588
-  _globals['_REVISION_READYENTRY']._serialized_start=2487
-  _globals['_REVISION_READYENTRY']._serialized_end=2531
-  _globals['_REVISION_COUNTSENTRY']._serialized_start=2533
-  _globals['_REVISION_COUNTSENTRY']._serialized_end=2578
-  _globals['_ADMIN']._serialized_start=2591
-  _globals['_ADMIN']._serialized_end=3072
+  _globals['_PLACEMENTCANDIDATE']._serialized_end=1380
+  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_start=1286
+  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_end=1331
+  _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._serialized_start=1333
+  _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._serialized_end=1380
+  _globals['_PREFIXFETCH']._serialized_start=1382
+  _globals['_PREFIXFETCH']._serialized_end=1476
+  _globals['_PLACEMENTSCORE']._serialized_start=1478
+  _globals['_PLACEMENTSCORE']._serialized_end=1556
+  _globals['_PLACEMENTPREDICTION']._serialized_start=1559
+  _globals['_PLACEMENTPREDICTION']._serialized_end=1724
+  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_start=1678
+  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_end=1724
+  _globals['_CHANGEROLEREQUEST']._serialized_start=1726
+  _globals['_CHANGEROLEREQUEST']._serialized_end=1821
+  _globals['_CHANGEROLERESPONSE']._serialized_start=1823
+  _globals['_CHANGEROLERESPONSE']._serialized_end=1934
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1936
+  _globals['_DRAINWORKERREQUEST']._serialized_end=2023
+  _globals['_DRAINPROGRESS']._serialized_start=2026
+  _globals['_DRAINPROGRESS']._serialized_end=2157
+  _globals['_UNDRAINWORKERREQUEST']._serialized_start=2159
+  _globals['_UNDRAINWORKERREQUEST']._serialized_end=2200
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=2202
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=2225
+  _globals['_SETWEIGHTSREQUEST']._serialized_start=2228
+  _globals['_SETWEIGHTSREQUEST']._serialized_end=2371
+  _globals['_SETWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_start=2325
+  _globals['_SETWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_end=2371
+  _globals['_LISTREVISIONSREQUEST']._serialized_start=2373
+  _globals['_LISTREVISIONSREQUEST']._serialized_end=2410
+  _globals['_LISTREVISIONSRESPONSE']._serialized_start=2412
+  _globals['_LISTREVISIONSRESPONSE']._serialized_end=2476
+  _globals['_REVISION']._serialized_start=2479
+  _globals['_REVISION']._serialized_end=2724
+  _globals['_REVISION_READYENTRY']._serialized_start=2623
+  _globals['_REVISION_READYENTRY']._serialized_end=2667
+  _globals['_REVISION_COUNTSENTRY']._serialized_start=2669
+  _globals['_REVISION_COUNTSENTRY']._serialized_end=2714
+  _globals['_ADMIN']._serialized_start=2727
+  _globals['_ADMIN']._serialized_end=3208
 # @@protoc_insertion_point(module_scope)

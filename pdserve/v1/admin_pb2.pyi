@@ -76,7 +76,7 @@ class ExcludedPair(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
-    __slots__ = ("worker_id", "state", "load", "outstanding_requests", "outstanding_tokens", "reserved_blocks", "cached_tokens", "why_not", "scores", "totals", "role", "total_blocks", "topology", "tier_tokens")
+    __slots__ = ("worker_id", "state", "load", "outstanding_requests", "outstanding_tokens", "reserved_blocks", "cached_tokens", "why_not", "scores", "totals", "role", "total_blocks", "topology", "tier_tokens", "fetch")
     class TotalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class PlacementCandidate(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     load: _worker_pb2.WorkerLoad
@@ -119,7 +120,22 @@ class PlacementCandidate(_message.Message):
     total_blocks: int
     topology: _containers.ScalarMap[str, str]
     tier_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., why_not: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[PlacementScore, _Mapping]]] = ..., totals: _Optional[_Mapping[str, float]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., total_blocks: _Optional[int] = ..., topology: _Optional[_Mapping[str, str]] = ..., tier_tokens: _Optional[int] = ...) -> None: ...
+    fetch: PrefixFetch
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., why_not: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[PlacementScore, _Mapping]]] = ..., totals: _Optional[_Mapping[str, float]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., total_blocks: _Optional[int] = ..., topology: _Optional[_Mapping[str, str]] = ..., tier_tokens: _Optional[int] = ..., fetch: _Optional[_Union[PrefixFetch, _Mapping]] = ...) -> None: ...
+
+class PrefixFetch(_message.Message):
+    __slots__ = ("holder", "tokens", "copy_s", "compute_s", "pays")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COPY_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    PAYS_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    tokens: int
+    copy_s: float
+    compute_s: float
+    pays: bool
+    def __init__(self, holder: _Optional[str] = ..., tokens: _Optional[int] = ..., copy_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., pays: _Optional[bool] = ...) -> None: ...
 
 class PlacementScore(_message.Message):
     __slots__ = ("phase", "scorer", "weight", "score")

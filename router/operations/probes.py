@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import PdserveError, TransferCorrupted, WorkerFailed
 from pdserve.kv_compatibility import exchange
-from pdserve.types import GenerateRequest, Role, SamplingParams
+from pdserve.types import GenerateRequest, SamplingParams
 from router.fleet.health import BreakerState
 from router.placement.values import MemberState
 from router.request.answer import Discard
@@ -118,7 +118,6 @@ class ActiveHealthChecks:
             if (
                 prefill is not None
                 and decode is not None
-                and (prefill.info.role, decode.info.role) == (Role.PREFILL, Role.DECODE)
                 and prefill.state is decode.state is MemberState.READY
                 and exchange(prefill.kind, decode.kind)
             ):

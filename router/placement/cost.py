@@ -34,7 +34,7 @@ from pdserve.observe.step_costs import (
 from pdserve.types import Role
 from router.admission import LatencyEstimate
 from router.placement.topology import PRIOR_S, distance
-from router.placement.values import MemberState, Prediction
+from router.placement.values import MemberState, Prediction, PrefixFetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -59,6 +59,11 @@ LEARNING_S = 0.1  # replaces REFIT_S while prefill has not been measured
 MIN_SAMPLES = 5.0
 REMEMBERED = 64.0
 MAX_PAIRS = 4096
+# Assumed time of a copy of cached KV outside of engine steps, before any was measured.
+FETCH_S = 0.005
+FETCH_TOKEN_S = 1e-5
+FAR_TOKENS = 1 << 16  # length of the longer of the two copies that are assumed
+RELEARN_S = 60.0  # measured copies older than this say nothing of the load now
 FIRST_GAPS = 16.0  # assumed gaps between tokens in an answer, before the first answer
 
 
@@ -250,6 +255,38 @@ class _Mean:
 
 
 @dataclass(slots=True)
+class _Line:
+    """Seconds of a copy as a line over its tokens, fitted to about the last REMEMBERED copies.
+
+    It begins with two assumed copies. Without the longer one, a few short copies would say how long
+    very long ones take. `at`: time of the last copy. `sums`: of 1, tokens, tokens², seconds,
+    tokens·seconds.
+    """
+
+    at: float
+    sums: tuple[float, float, float, float, float]
+
+    @classmethod
+    def assumed(cls, now: float, fixed_s: float) -> _Line:
+        far_s = fixed_s + FAR_TOKENS * FETCH_TOKEN_S
+        return cls(
+            now, (2.0, FAR_TOKENS, float(FAR_TOKENS**2), fixed_s + far_s, FAR_TOKENS * far_s)
+        )
+
+    def add(self, now: float, tokens: int, seconds: float) -> None:
+        kept = 1.0 - 1.0 / REMEMBERED
+        new = (1.0, tokens, tokens**2, seconds, tokens * seconds)
+        n, x, xx, y, xy = (kept * old + value for old, value in zip(self.sums, new, strict=True))
+        self.at, self.sums = now, (n, x, xx, y, xy)
+
+    def seconds(self, tokens: int) -> float:
+        n, x, xx, y, xy = self.sums
+        spread = n * xx - x * x
+        slope = max(0.0, (n * xy - x * y) / spread) if spread > 0.0 else 0.0
+        return max(0.0, (y - slope * x) / n) + slope * tokens
+
+
+@dataclass(slots=True)
 class RequestMeans:
     """Moving means over the answered requests of a model.
 
@@ -317,6 +354,7 @@ class CostModel:
         self._means: dict[str, RequestMeans] = {}  # by model
         self._transfers: dict[tuple[str, str], _Mean] = {}
         self._distances: dict[tuple[str, str], _Mean] = {}  # by model and topology.distance
+        self._copies: dict[tuple[str, str], _Line] = {}  # likewise
 
     def step_model(self, worker_id: str) -> StepModel | None:
         """Return the step model of a registered worker."""
@@ -461,6 +499,50 @@ class CostModel:
         saved_s = steps.prompt_s(before.tokens - after.tokens, before.pairs - after.pairs)
         share = worker.load.tier_token_s * in_tiers / saved_s if saved_s > 0.0 else 0.0
         return max(-cached, round(in_tiers * (1.0 - share)))
+
+    def fetch(
+        self, demand: Demand, worker: Candidate, holder: Candidate, cached: int, held: int
+    ) -> PrefixFetch | None:
+        """Predict a copy to `worker`, which has `cached` tokens of the prompt, of those up to
+        `held` that `holder` has cached. Return None while too little was measured.
+
+        The holder computes one token, behind the prompts that wait there. Then the blocks move, and
+        the worker computes one token, too.
+        """
+        steps = self.step_model(worker.worker_id)
+        if steps is None or not (steps.knows_prefill and steps.knows_decode):
+            return None
+        at_holder = self._first_token_s(holder, prompt_work(held + 1, held), decode_batch(holder))
+        if at_holder is None:
+            return None
+        before = prompt_work(demand.prompt_tokens, cached)
+        after = prompt_work(demand.prompt_tokens, held)
+        compute_s = steps.prompt_s(before.tokens - after.tokens, before.pairs - after.pairs)
+        missing, level = held - cached, distance(holder.info.topology, worker.info.topology)
+        transfer_s = self._line(demand.model, level).seconds(missing)
+        copy_s = sum(at_holder) + transfer_s + steps.decode_step_s(Batch(1, held))
+        worth = 0
+        if is_clearly_cheaper(copy_s, compute_s):
+            worth = round(missing * (1.0 - copy_s / compute_s))
+        size = holder.info.block_size
+        last_block = demand.block_hashes(size)[held // size - 1]
+        return PrefixFetch(
+            holder.worker_id, held, missing, last_block, copy_s, compute_s, transfer_s, worth
+        )
+
+    def fetched(self, model: str, worker_id: str, plan: PrefixFetch, took_s: float) -> None:
+        """Record a copy to `worker_id` that ended after `took_s`, or was given up then."""
+        ends = map(self._fleet.members.get, (plan.holder, worker_id))
+        holder, worker = [{} if x is None else x.info.topology for x in ends]
+        in_steps_s = plan.copy_s - plan.transfer_s
+        line = self._line(model, distance(holder, worker))
+        line.add(self._clock(), plan.missing, max(0.0, took_s - in_steps_s))
+
+    def _line(self, model: str, level: str) -> _Line:
+        now, line = self._clock(), self._copies.get((model, level))
+        if line is None or now - line.at > RELEARN_S:
+            line = self._copies[model, level] = _Line.assumed(now, FETCH_S + PRIOR_S[level])
+        return line
 
     def has_capacity(self, demand: Demand, decode: Candidate) -> bool:
         """Return False if the predicted TPOT of `decode` with one more request exceeds

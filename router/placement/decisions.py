@@ -114,6 +114,7 @@ def _decision_to_pb(recorded: RecordedDecision) -> a.PlacementDecision:
 def _candidate_to_pb(
     candidate: Candidate, decision: Decision, reasons: dict[str, str]
 ) -> a.PlacementCandidate:
+    plan = decision.fetches.get(candidate.worker_id)
     found = a.PlacementCandidate(
         worker_id=candidate.worker_id,
         role=wire.role_to_pb(candidate.role),
@@ -123,11 +124,15 @@ def _candidate_to_pb(
         outstanding_requests=candidate.outstanding_requests,
         outstanding_tokens=candidate.outstanding_tokens,
         reserved_blocks=candidate.reserved_blocks,
-        cached_tokens=decision.cached.get(candidate.worker_id, 0),
+        cached_tokens=decision.cached.get(candidate.worker_id, 0) - (plan.worth if plan else 0),
         tier_tokens=decision.in_tiers.get(candidate.worker_id, 0),
         why_not=reasons.get(candidate.worker_id, ""),
         topology=candidate.info.topology,
     )
+    if plan is not None:
+        found.fetch.holder, found.fetch.tokens = plan.holder, plan.missing
+        found.fetch.copy_s, found.fetch.compute_s = plan.copy_s, plan.compute_s
+        found.fetch.pays = plan.worth > 0
     for phase, board in (("prefill", decision.prefill), ("decode", decision.decode)):
         if board is None or candidate not in board.totals:
             continue

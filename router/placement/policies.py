@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import Unavailable
 from pdserve.kv_compatibility import exchange
-from pdserve.types import Role
+from pdserve.types import HandoffStyle, Role
 from router.placement.cost import is_clearly_cheaper
 from router.placement.filters import (
     AGGREGATED,
@@ -71,6 +71,8 @@ MOST_CACHED = 16
 # Number of prefill workers for which a latency is predicted: the best by score, since each
 # prediction costs much more than a score.
 MOST_PREDICTED = 4
+# Number of workers that cached KV may be copied from.
+MOST_HOLDERS = 4
 
 Workers = Sequence[Candidate]
 Place = Callable[[Workers, Demand, int, PlacementContext], Decision]
@@ -193,36 +195,42 @@ class Policy:
     def __call__(
         self, candidates: Workers, demand: Demand, turn: int, context: PlacementContext
     ) -> Decision:
-        decision = Decision(self.name, candidates, demand, turn)
+        decision, holders = Decision(self.name, candidates, demand, turn), _NO_HOLDERS
         if self.uses_prefix and context.prefix is not None:
             decision.cached, decision.asked_prefix = context.prefix.cached_tokens(demand), True
             if context.cost is not None:
+                holders = _holders(decision, context)
                 _count_tiers(decision, context.prefix, context.cost)
         found = eligible(candidates, demand)
         if demand.prefill_only:
-            self._place_prefill(decision, found)
+            self._place_prefill(decision, found, holders)
             return decision
-        self._place_pair(decision, found, context)
+        self._place_pair(decision, found, context, holders)
         placement = decision.placement
         if placement is not None and placement.prefill is not None:
+            if self.prefill_on != "prefill_worker":
+                holders.count([placement.decode], decision)
             if self.prefill_on == "decode_worker":
                 decision.placement = Placement(placement.decode)
             elif self.prefill_on == "cheapest" and context.cost is not None:
                 _move_to_cheapest(decision, found, context.cost)
         return decision
 
-    def _place_prefill(self, decision: Decision, found: Eligible) -> None:
+    def _place_prefill(self, decision: Decision, found: Eligible, holders: _Holders) -> None:
         """Select a worker for a single token, which needs no decode and no transfer."""
         demand = decision.demand
         if not found.prefills and not found.aggregated:
             raise Unavailable(f"no prefill worker is ready for {demand.wanted}")
         roomy = [c for c in found.aggregated if c.has_room(demand)]
         if tried := self._draw(found.prefills + roomy, decision, salt=1):
+            holders.count(tried, decision)
             decision.prefill = score(tried, self.prefill, demand, decision.cached)
             decision.totals = decision.prefill.totals
             decision.placement = Placement(best(decision.totals, tried, decision.turn))
 
-    def _place_pair(self, decision: Decision, found: Eligible, context: PlacementContext) -> None:
+    def _place_pair(
+        self, decision: Decision, found: Eligible, context: PlacementContext, holders: _Holders
+    ) -> None:
         demand, turn, cached = decision.demand, decision.turn, decision.cached
         if not found.has_pair and not found.aggregated:
             raise Unavailable(what_is_missing(demand.wanted, found.prefills, found.decodes))
@@ -241,8 +249,9 @@ class Policy:
         drawn = {key: self._draw(x, decision, salt=1) for key, x in lists.items()}
         prefills = list(dict.fromkeys(c for x in drawn.values() for c in x))
         prefills += [c for c in tried if c not in producers]
-        prefill = score(prefills, self.prefill, demand, cached)
         decode = score(tried, self.decode, demand, cached)
+        holders.count(prefills, decision)
+        prefill = score(prefills, self.prefill, demand, decision.cached)
         partner: dict[Candidate, Candidate] = {}
         totals: dict[Candidate, float] = {}
         winners: dict[object, tuple[Candidate, float]] = {}
@@ -281,6 +290,61 @@ class Policy:
         chance = random.Random(2 * turn + salt)
         others = chance.sample(workers, max(1, self.most_scored - len(holders)))
         return list(dict.fromkeys(holders + others))
+
+
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """Workers that have blocks of the prompt cached and can send them to others, those with the
+    most tokens first."""
+
+    workers: Sequence[tuple[Candidate, int]]
+    costs: Predictor | None = None
+
+    def count(self, workers: Workers, decision: Decision) -> None:
+        """Add the tokens that these workers would have copied to them to `cached`, as the number
+        that saves as much time."""
+        demand, worth = decision.demand, {}
+        for c in workers:
+            has = decision.cached.get(c.worker_id, 0)
+            held = self._best_for(c, has, demand)
+            if held is None or self.costs is None or c.worker_id in decision.fetches:
+                continue
+            plan = self.costs.fetch(demand, c, held[0], has, held[1])
+            if plan is not None:
+                decision.fetches[c.worker_id] = plan
+                worth[c.worker_id] = plan.worth
+        if worth:
+            decision.cached = Counter(decision.cached) + Counter(worth)
+
+    def _best_for(self, c: Candidate, has: int, demand: Demand) -> tuple[Candidate, int] | None:
+        for holder, tokens in self.workers:
+            if tokens < has + c.info.block_size:
+                break
+            is_allowed = (holder.worker_id, c.worker_id) not in demand.excluded
+            if is_allowed and holder is not c and exchange(holder.kind, c.kind):
+                return holder, tokens
+        return None
+
+
+_NO_HOLDERS = _Holders(())
+
+
+def _holders(decision: Decision, context: PlacementContext) -> _Holders:
+    """Return the workers that KV of the prompt can be copied from. Images are not copied, because
+    the holder would need their data; nor is KV of connectors that hand over prefills only."""
+    demand, cached = decision.demand, decision.cached
+    if not context.fetches or not cached or demand.media:
+        return _NO_HOLDERS
+    found = [
+        (c, cached[c.worker_id])
+        for c in feasible([c for c in decision.candidates if c.worker_id in cached], demand)
+        if c.info.kv is not None
+        and c.info.kv.handoff is HandoffStyle.CONCURRENT
+        and c.worker_id not in demand.avoid
+    ]
+    # Those that hold the most, and of these the one with the shortest queue.
+    best = heapq.nsmallest(MOST_HOLDERS, found, key=lambda x: (-x[1], x[0].outstanding_tokens))
+    return _Holders(best, context.cost)
 
 
 def _nearest(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pdserve.types import Role, WorkerInfo, WorkerLoad
 
 Cached = Mapping[str, int]
-"""Cached prompt tokens by worker id; workers without any are left out. Tokens in host memory count
-as the number of cached tokens that saves as much time."""
+"""Cached prompt tokens by worker id; workers without any are left out. Tokens in host memory, and
+those that are copied from another worker, count as the number that saves as much time."""
 
 NO_TOKENS_CACHED: Cached = MappingProxyType({})
 NO_ADAPTERS: Mapping[str, int] = MappingProxyType({})
@@ -178,12 +178,32 @@ class Scoreboard(Struct, frozen=True, eq=False, gc=False):
     totals: dict[Candidate, float]
 
 
+class PrefixFetch(Struct, frozen=True, gc=False):
+    """Cached blocks that a worker lacks and another one, the `holder`, has.
+
+    `tokens`: the prompt tokens that the holder has cached, up to the block with the chain hash
+    `last_block`. `missing`: those of them that the worker lacks. `copy_s`, `compute_s`: predicted
+    time to copy and to compute these. `transfer_s`: the part of `copy_s` that is not in engine
+    steps. `worth`: number of cached tokens that would save as much time, 0 if they are not copied.
+    """
+
+    holder: str
+    tokens: int
+    missing: int
+    last_block: int
+    copy_s: float
+    compute_s: float
+    transfer_s: float
+    worth: int
+
+
 class Decision(Struct, eq=False, gc=False):
     """Result of a policy, with its reasons. Immutable after the policy has returned it.
 
     `placement` is None if the request has to wait for capacity. `totals`: the scores of the last
-    comparison. `in_tiers`: prompt tokens in host memory by worker id. `filters.why_not` derives why
-    the other candidates lost.
+    comparison. `in_tiers`: prompt tokens in host memory by worker id. `fetches`: what a worker that
+    computes the prompt could have copied to it, by its id. `filters.why_not` derives why the other
+    candidates lost.
     """
 
     policy: str
@@ -196,6 +216,7 @@ class Decision(Struct, eq=False, gc=False):
     totals: Mapping[Candidate, float] = MappingProxyType({})
     cached: Cached = NO_TOKENS_CACHED
     in_tiers: Mapping[str, int] = NO_TOKENS_CACHED
+    fetches: dict[str, PrefixFetch] = {}
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
 
@@ -226,6 +247,12 @@ class Predictor(Protocol):
         tokens from host memory."""
         ...
 
+    def fetch(
+        self, demand: Demand, worker: Candidate, holder: Candidate, cached: int, held: int
+    ) -> PrefixFetch | None:
+        """Predict a copy of cached tokens. Return None while too little was measured."""
+        ...
+
     def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
         """Return the wait for KV between workers at this distance."""
         ...
@@ -233,10 +260,12 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlacementContext:
-    """Look-ups that a policy may use. Both are optional."""
+    """Look-ups that a policy may use. Both are optional. `fetches`: whether workers may copy cached
+    KV from others."""
 
     prefix: PrefixLookup | None = None
     cost: Predictor | None = None
+    fetches: bool = True
 
 
 NO_CONTEXT = PlacementContext()

@@ -94,12 +94,24 @@ class WorkerStream:
 
 
 @dataclass(slots=True, eq=False)
+class Fetched:
+    """Cached KV that was copied from the worker `holder` before the prompt was computed: `tokens`
+    in `blocks`, none if the copy failed."""
+
+    holder: str
+    streams: list[WorkerStream]
+    seconds: float
+    tokens: int = 0
+    blocks: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Answer:
     """Tokens and streams of one answer, over all attempts.
 
     `tokens` starts with the tokens that the client resumes from; only attempts add to it. `streams`
     has every stream opened, in order. `kv_worker` is set only for parallel sampling; its result is
-    the worker that has the prompt's KV cached.
+    the worker that has the prompt's KV cached. `fetched`: by the last attempt that copied KV.
     """
 
     out: Out
@@ -111,6 +123,7 @@ class Answer:
     first_token_stream: WorkerStream | None = None
     first_token_at: float | None = None
     cause: str = ""  # why the last attempt ended without the complete answer
+    fetched: Fetched | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -151,7 +164,10 @@ class Attempt:
         moved: Moved | None = None,
         *,
         is_probe: bool = False,
+        min_cached_tokens: int = 0,
     ) -> None:
+        """`min_cached_tokens`: fail if prefill has fewer tokens of the prompt cached."""
+        self._min_cached_tokens = min_cached_tokens
         self._fleet, self._links = fleet, links
         self._answer, self._reservation = answer, reservation
         self._request, self._is_probe = request, is_probe
@@ -232,6 +248,7 @@ class Attempt:
                 self._submit_decode(self._prefill, resume)
             command = self._command(resume)
             command.submit.prefill.transfer_id = self._transfer_id
+            command.submit.prefill.min_cached_tokens = self._min_cached_tokens
             self._submit(self._prefill, command)
 
     def _close(self, end: Finished | Failed | Moved | None) -> None:

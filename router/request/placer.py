@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from router.fleet.registry import Fleet
     from router.placement.cost import CostModel, QueuedPrompt
     from router.placement.policies import Place
-    from router.placement.values import Candidate, Prediction
+    from router.placement.values import Candidate, Prediction, PrefixFetch
     from router.request.retry import Constraints
 
 # Prompt tokens of one step, for an engine whose steps have no limit. Used to bound its queue;
@@ -91,7 +91,8 @@ class Reservation:
 
     `prefill` computes the prompt for `decode`. Without it, `decode` does both phases, or continues
     with the KV of `producer`, which has decoded before. `prediction` has the expected latencies.
-    `revision` is the revision of the workers, None if their model has no weights.
+    `revision` is the revision of the workers, None if their model has no weights. `fetch`: cached
+    KV to copy from another worker before the prompt is computed.
     """
 
     def __init__(
@@ -107,11 +108,12 @@ class Reservation:
         queued: tuple[CostModel, QueuedPrompt] | None = None,
         adapter: str = "",
         revision: str | None = None,
+        fetch: PrefixFetch | None = None,
     ) -> None:
         """`queued`: the prompt in the cost model, which knows of it until `prefilled`."""
         self.decode, self.prefill, self.producer = decode, prefill, producer
         self.revision = revision
-        self.prediction = prediction
+        self.prediction, self.fetch = prediction, fetch
         self._queued = queued
         self.prefill_charge: Charge | None = None
         self._children_charge: Charge | None = None
@@ -383,7 +385,8 @@ class Placer:
         members = self._fleet.members
         prefill = None if placement.prefill is None else members[placement.prefill.worker_id]
         decode = members[placement.decode.worker_id]
-        cached = decision.cached.get((prefill or decode).worker_id, 0)
+        computes = (prefill or decode).worker_id
+        cached, fetch = decision.cached.get(computes, 0), decision.fetches.get(computes)
         children_tokens = demand.children_tokens
         return Reservation(
             decode,
@@ -397,6 +400,7 @@ class Placer:
             queued=queued,
             adapter=demand.adapter,
             revision=demand.revision,
+            fetch=fetch if fetch is not None and fetch.worth else None,
         )
 
     def _unsaturated(self, decision: Decision, policy: Place) -> Decision:

@@ -96,7 +96,7 @@ def receipt_of(
         transfer = report.transfer or transfer
     if decode is not None and len(answer.tokens) <= 1 and decode.role is not Role.AGGREGATED:
         decode = None  # prefill sampled the only token
-    return Receipt(
+    receipt = Receipt(
         queue_s,
         prefill_s,
         transfer.transfer_s,
@@ -113,6 +113,10 @@ def receipt_of(
         0.0 if prediction is None else prediction.ttft_s,
         *charge,
     )
+    if (copied := answer.fetched) is not None:
+        receipt.fetched_from, receipt.fetch_s = copied.holder, copied.seconds
+        receipt.fetched_tokens, receipt.fetched_blocks = copied.tokens, copied.blocks
+    return receipt
 
 
 def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:
@@ -128,6 +132,9 @@ def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:
         transfer_bytes=sum(x.transfer_bytes for x in receipts),
         transfer_blocks=sum(x.transfer_blocks for x in receipts),
         fallbacks=tuple(name for x in receipts for name in x.fallbacks),
+        fetched_tokens=sum(x.fetched_tokens for x in receipts),
+        fetched_blocks=sum(x.fetched_blocks for x in receipts),
+        fetch_s=max(x.fetch_s for x in receipts),
         cost=sum_known(x.cost for x in receipts),
         energy_j=sum_known(x.energy_j for x in receipts),
     )

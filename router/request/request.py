@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from router.fleet.member import Member
     from router.placement.values import Demand
     from router.request.answer import Out
+    from router.request.attempt import Fetched, WorkerStream
     from router.request.parsing import AnswerParser
     from router.request.placer import Reservation
     from router.request.services import Services
@@ -379,6 +380,7 @@ class Generation:
         self._failover = Failover(services, request, demand, self.answer, suspicion)
         self._attempt: Attempt | None = None
         self._charge: UsageCharge | None = None
+        self._copies: list[WorkerStream] = []
 
     async def run(self, reservation: Reservation | None) -> Finished:
         """Run attempts until the answer is complete. The caller writes the last delta, which is
@@ -398,7 +400,9 @@ class Generation:
         if reservation is None:
             reservation = await failover.wait_for_workers()
         while True:
-            opened = len(self.answer.streams)
+            opened, copied = len(self.answer.streams), None
+            if reservation.fetch is not None and not failover.is_suspect:
+                copied = await self._fetch(reservation)
             self._attempt = Attempt(
                 services.fleet, services.links, self.request, reservation, self.answer, moved
             )
@@ -406,11 +410,27 @@ class Generation:
                 case Finished():
                     return end
                 case Failed():
-                    failover.note_death(self.answer.streams[opened:], moved)
+                    streams = self.answer.streams[opened:]
+                    if copied is not None:
+                        streams += copied.streams
+                    failover.note_death(streams, moved)
                     reservation, moved = await failover.after(end, reservation), None
                 case Moved():
                     reservation, moved = end.reservation, end
                     failover.moved(reservation)
+
+    async def _fetch(self, reservation: Reservation) -> Fetched | None:
+        """Copy cached KV as planned, before the attempt with `reservation`."""
+        fetcher, tokens = self._services.fetcher, self.answer.tokens
+        try:
+            copied = await fetcher.fetch(self.request, tokens, reservation)
+        except BaseException:
+            reservation.release()
+            raise
+        if copied is not None:
+            self.answer.fetched = copied
+            self._copies += copied.streams
+        return copied
 
     def reserve_on(self, member: Member) -> Reservation | None:
         """Reserve an aggregated attempt on `member`. Return None if it is not ready."""
@@ -451,7 +471,8 @@ class Generation:
         """Charge the work for the answer once and return the charge. `failed` is the error code of
         a failed request, whose work is waste."""
         if self._charge is None:
-            work = [StreamUsage(x.member.info, x.report, x.cause) for x in self.answer.streams]
+            streams = [*self._copies, *self.answer.streams]
+            work = [StreamUsage(x.member.info, x.report, x.cause) for x in streams]
             self._charge = self._services.accounting.charge(work, self.request.tenant, failed)
         return self._charge
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from router.metrics import RouterMetrics
     from router.placement.cost import CostModel
     from router.request.placer import Placer
+    from router.request.prefix_fetch import PrefixFetcher
     from router.request.retry import RetryBudget
     from router.request.sessions import Sessions
     from router.request.suspects import Suspects
@@ -46,6 +47,7 @@ class Services:
     sessions: Sessions
     media_memory: MediaMemory
     adapters: Mapping[str, Adapter]
+    fetcher: PrefixFetcher
     queue_timeout_s: float = 30.0
     on_demand: OnDemandModels | None = None
     export_timeout_s: float = EXPORT_TIMEOUT_S

@@ -14,7 +14,7 @@ from tests.support.router_stack import worker_info
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from router.placement.values import Candidate, Decision, Placement
+    from router.placement.values import Candidate, Decision, Placement, PrefixFetch
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
 DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
@@ -53,16 +53,19 @@ def seen(members: Sequence[Member]) -> list[Candidate]:
 
 
 class FixedLookups:
-    """Lookups with given results: cached tokens by worker, costs by (prefill, decode). `asked` has
-    the prefill workers of the cost lookups so far."""
+    """Lookups with given results: cached tokens by worker, costs by (prefill, decode), and copies
+    of cached KV by the worker that receives them. `asked` has the prefill workers of the cost
+    lookups so far, `copied` the copies that were looked up: worker and holder."""
 
     def __init__(
         self,
         cached: Mapping[str, int] | None = None,
         costs: Mapping[tuple[str | None, str], float | None] | None = None,
+        fetches: Mapping[str, PrefixFetch] | None = None,
     ) -> None:
-        self.cached, self.costs = cached or {}, costs or {}
+        self.cached, self.costs, self.fetches = cached or {}, costs or {}, fetches or {}
         self.asked: list[str | None] = []
+        self.copied: set[tuple[str, str]] = set()
 
     def cached_tokens(self, _demand: Demand) -> Mapping[str, int]:
         return self.cached
@@ -72,6 +75,13 @@ class FixedLookups:
 
     def tier_worth(self, _demand: Demand, _worker: Candidate, _cached: int, in_tiers: int) -> int:
         return in_tiers
+
+    def fetch(
+        self, _demand: Demand, worker: Candidate, holder: Candidate, _cached: int, _held: int
+    ) -> PrefixFetch | None:
+        if worker.worker_id in self.fetches:
+            self.copied.add((worker.worker_id, holder.worker_id))
+        return self.fetches.get(worker.worker_id)
 
     def predict(
         self,

@@ -44,6 +44,7 @@ from router.placement.policies import least_loaded
 from router.placement.revisions import RevisionShares
 from router.request.placer import Placer
 from router.request.pooling import Embedder
+from router.request.prefix_fetch import PrefixFetcher
 from router.request.request import RequestServer
 from router.request.retry import RetryBudget
 from router.request.services import Services
@@ -437,6 +438,7 @@ async def running_stack(
             Sessions(fleet.now, idle_s=600.0),
             MediaMemory(MEDIA_BYTES),
             {},
+            PrefixFetcher(fleet, connections.links, costs, metrics),
             queue_timeout_s,
         )
         requests = RequestServer(services)

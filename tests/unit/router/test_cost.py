@@ -17,9 +17,13 @@ from pdserve.observe.step_costs import Moments, StepMoments, StepRecorder, StepS
 from pdserve.types import EngineLimits, Receipt, Role, Usage, WorkerLoad
 from router.fleet.registry import Fleet
 from router.placement.cost import (
+    FAR_TOKENS,
+    FETCH_S,
+    FETCH_TOKEN_S,
     MAX_EXTRAPOLATION,
     MIN_SAMPLES,
     REFIT_S,
+    RELEARN_S,
     Batch,
     CostModel,
     QueuedPrompt,
@@ -33,6 +37,7 @@ from tests.support.router_stack import worker_info
 
 if TYPE_CHECKING:
     from router.fleet.member import Member
+    from router.placement.values import PrefixFetch
 
 STEP_S, TOKEN_S, REQUEST_S, TRANSFER_S = 0.010, 0.001, 0.001, 0.005
 NOTHING = StepMoments()
@@ -186,6 +191,56 @@ def test_tokens_in_host_memory_count_as_what_loading_them_saves(share: float, wo
     assert found == pytest.approx(worth, abs=1)
     loads_s = STEP_S + 20 * TOKEN_S + 60 * min(share, 80 / 60) * TOKEN_S
     assert rig.predict(cached=20 + found) == pytest.approx(loads_s, rel=0.05)
+
+
+def plan(rig: Rig, held: int = 80, cached: int = 0) -> PrefixFetch | None:
+    """Return the copy of cached tokens from the decode worker to the prefill worker."""
+    demand = Demand("demo", 120, 130, token_ids=tuple(range(120)))
+    return rig.costs.fetch(demand, rig.prefill.seen(), rig.decode.seen(), cached, held)
+
+
+def test_cached_kv_is_copied_if_that_is_faster_than_computing_it() -> None:
+    rig = Rig()
+    # One step at either end, of a token and of a request, and what is assumed of the copy.
+    copy_s = 2 * STEP_S + TOKEN_S + REQUEST_S + FETCH_S + 80 * FETCH_TOKEN_S
+    found = plan(rig)
+    assert found is not None
+    assert (found.holder, found.tokens, found.missing) == ("d0", 80, 80)
+    assert found.copy_s == pytest.approx(copy_s, rel=0.05)
+    assert found.compute_s == pytest.approx(80 * TOKEN_S, rel=0.05)
+    assert found.worth == pytest.approx(80 - copy_s / TOKEN_S, abs=2)
+    few, unknown = plan(rig, cached=64), plan(Rig(measured=False))
+    assert few is not None
+    assert (few.missing, few.worth, unknown) == (16, 0, None)
+    rig.place(400, aggregated=True)
+    waits = plan(rig)
+    assert waits is not None
+    assert waits.worth == 0, "the holder has a long prompt to compute before"
+
+
+def test_slow_copies_are_not_made_again_until_they_are_old() -> None:
+    rig = Rig()
+    found = plan(rig)
+    assert found is not None
+    for _ in range(8):
+        rig.costs.fetched("demo", "p0", found, 0.3)
+    slow = plan(rig)
+    assert slow is not None
+    assert slow.copy_s > 0.2
+    assert slow.worth == 0
+    rig.now += RELEARN_S + 1.0
+    assert plan(rig) == found
+
+
+def test_short_copies_say_little_of_long_ones() -> None:
+    rig = Rig()
+    found = plan(rig)
+    assert found is not None
+    for _ in range(40):
+        rig.costs.fetched("demo", "p0", found, found.copy_s + 0.020)
+    line = rig.costs._line("demo", "")
+    assert line.seconds(80) == pytest.approx(FETCH_S + 0.020, rel=0.1)
+    assert line.seconds(FAR_TOKENS) < 2 * FAR_TOKENS * FETCH_TOKEN_S
 
 
 def test_the_first_token_waits_for_the_prompt_and_for_the_prompts_ahead() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -23,7 +23,13 @@ from router.placement.policies import (
     place_live,
     place_or_aggregate,
 )
-from router.placement.values import NO_CONTEXT, Demand, MemberState
+from router.placement.values import (
+    NO_CONTEXT,
+    Demand,
+    MemberState,
+    PlacementContext,
+    PrefixFetch,
+)
 from router.request.placer import Charge
 from tests.support.placement import (
     DEMAND,
@@ -421,6 +427,47 @@ def test_prefill_goes_where_the_first_token_comes_soonest() -> None:
     # A prefill worker that nothing is known of is passed over where another is known.
     known = FixedLookups(costs={("p1", "d0"): 9.0})
     assert place(members, "slo_aware", known=known) == ("p1", "d0")
+
+
+COPY = PrefixFetch("d1", 64, 64, 1, 0.01, 0.1, 0.005, 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "copied"),
+    [
+        pytest.param({}, {("p1", "d1")}, id="from the worker with the most"),
+        pytest.param(
+            {"excluded": frozenset({("d1", "p1")})}, {("p1", "p2")}, id="not over a bad link"
+        ),
+        pytest.param(
+            {"avoid": frozenset({"d1"})}, {("p1", "p2")}, id="not from a worker to be avoided"
+        ),
+        pytest.param({"without": frozenset({"d1"})}, {("p1", "p2")}, id="not from one that failed"),
+        pytest.param({"media": (("hash", 0, 9),)}, set(), id="not with images"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["prefix_aware", "slo_aware"])
+def test_cached_blocks_are_copied_to_a_worker_that_lacks_them(
+    policy: str, change: dict[str, Any], copied: set[tuple[str, str]]
+) -> None:
+    """p2 lacks less than a block, and p3 is of another kind."""
+    workers = [worker(x, IDLE) for x in ("p1", "p2", "d1", "d2")]
+    workers.append(worker("p3", IDLE, compatibility="layout-b"))
+    known = FixedLookups({"d1": 64, "p2": 60}, fetches={"p1": COPY, "p2": COPY, "p3": COPY})
+    demand = structs.replace(DEMAND, **change)
+    decision = decide(workers, policy, demand=demand, known=known)
+    assert known.copied == copied
+    assert decision.cached.get("p1", 0) == (40 if copied else 0)
+    off = POLICIES[policy](seen(workers), demand, 0, PlacementContext(known, known, fetches=False))
+    assert not off.fetches
+
+
+def test_a_busy_prefill_worker_gives_its_prefix_to_an_idle_one() -> None:
+    workers = [worker("p1", IDLE, outstanding_tokens=90), worker("p2", IDLE), worker("d1", IDLE)]
+    plan = structs.replace(COPY, holder="p1", worth=80)
+    for fetches, expected in (({}, "p1"), ({"p2": plan}, "p2")):
+        known = FixedLookups({"p1": 96}, fetches=fetches)
+        assert place(workers, "prefix_aware", known=known) == (expected, "d1")
 
 
 def test_without_predictions_it_places_as_prefix_aware_does() -> None:

@@ -192,6 +192,7 @@ function factsOf(row, usage, total) {
   if (receipt) {
     parts.push([...new Set([receipt.prefill_worker, receipt.decode_worker].filter(Boolean))].join(" → "));
     if (receipt.images) parts.push(`${receipt.images} image(s) rendered in ${seconds(receipt.render_s)}`);
+    if (receipt.fetched_tokens) parts.push(`KV of ${receipt.fetched_tokens} tokens copied from ${receipt.fetched_from}`);
     if (receipt.transport) parts.push(`${receipt.transfer_blocks} KV blocks over ${receipt.transport}`);
     if (receipt.fallbacks.length) parts.push(`retries: ${receipt.fallbacks.join(", ")}`);
   }
