@@ -58,7 +58,7 @@ UV := $(RELEASE)/bin/uv pip compile -q --python-version 3.12 --generate-hashes -
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-.PHONY: help install gpu-install ray-install run test test-slow test-all fuzz test-gpu gpu-shim test-tools test-programs lint format typecheck screenshots proto proto-check size \
+.PHONY: help install gpu-install ray-install run test test-slow test-all fuzz test-gpu gpu-shim gpu-report test-tools test-programs lint format typecheck screenshots proto proto-check size \
 	protocols docs site chart check bench locks sbom dist clean
 
 help: ## list the targets
@@ -119,6 +119,9 @@ gpu-shim: $(GPU_SHIM)/shim ## what test-gpu runs on without a GPU: CUDA in host 
 $(GPU_SHIM)/shim: $(wildcard tests/gpu/shim/*.c* tests/gpu/shim/build.py) | $(GPU_SHIM)/installed
 	@$(GPU_SHIM)/bin/python tests/gpu/shim/build.py
 	@touch $@
+
+gpu-report: ## what pdserve does on this machine's GPUs, within 15 minutes: tables, and gpu-report.json to send in
+	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.micro.gpu_report $(ARGS)
 
 test-tools: test-programs ray-install $(RELEASE)/installed $(VENV)/kubernetes $(VENV)/fuzz $(VENV)/smollm2 $(VENV)/minilm $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed tests/clients/node_modules ## what some tests use, and are skipped without
 

@@ -19,3 +19,7 @@ class TargetError(Exception):
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
+
+
+class MeasurementFailed(BenchError):
+    """What was measured does not work."""

@@ -8,15 +8,16 @@ import json
 import sys
 from importlib import import_module
 
-from benchmarks.errors import BenchError
+from benchmarks.errors import BAD_INPUT, FAILED, BenchError, MeasurementFailed
 from benchmarks.progress import Progress
 from benchmarks.report.tables import print_line, print_table
 
-NAMES = ("batch", "console", "gpu_link", "kv", "loop", "router", "tiers", "unloaded")
+NAMES = ("batch", "console", "gpu_copies", "gpu_link", "kv", "loop", "router", "tiers", "unloaded")
 
 
 def main() -> int:
-    """Return the exit status: 0, or 2 if something cannot be measured here."""
+    """Return the exit status: 0, 1 if what is measured does not work, or 2 if it cannot be measured
+    here."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in NAMES:
@@ -38,7 +39,7 @@ def main() -> int:
             rows, notes = asyncio.run(args.run(args, progress))
     except BenchError as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2
+        return FAILED if isinstance(error, MeasurementFailed) else BAD_INPUT
     except KeyboardInterrupt:
         return 130
     if args.json:

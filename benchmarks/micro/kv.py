@@ -1,10 +1,12 @@
 """Speed of KV transfers between two processes over each transport, compared with memcpy.
 
+Over cuda_ipc and nccl between GPUs: the second process has the machine's last GPU, or the only one.
+
 Both processes run the worker half of the connector, as vLLM's worker does. Scattered blocks are
 copied to scattered blocks, different ones in every round, in caches larger than the CPU's. The
 first transfer of each case is checked byte by byte. memcpy gathers the same blocks within one
 process (numpy.take). It also uses shared memory, because private memory has larger pages, which are
-copied faster.
+copied faster. Of GPUs it is one copy of as many bytes from one GPU to the other.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import itertools
 import mmap
 import multiprocessing
+import os
 import random
 import select
 import time
@@ -23,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.errors import BenchError
+from benchmarks.errors import BenchError, MeasurementFailed
 from benchmarks.stats import WARMUP, alternate, compare
 from kv_transfer.cache.geometry import KvGeometry, KvGroup
 from kv_transfer.cache.host_memory import KvRegion, SharedMemory, prefault
@@ -31,7 +34,7 @@ from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.peers import Peers
 from kv_transfer.protocol.plan import CopyPlan, Shard
 from kv_transfer.protocol.transport import LocalKv
-from kv_transfer.settings import read_extra_config
+from kv_transfer.settings import ON_GPU, read_extra_config
 from kv_transfer.transport import make
 from kv_transfer.vllm.step import (
     ConsumerStart,
@@ -41,12 +44,14 @@ from kv_transfer.vllm.step import (
     StepMetadata,
 )
 from kv_transfer.vllm.worker_half import WorkerHalf
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
 
     from numpy.typing import NDArray
 
+    from benchmarks.micro.gpu_cache import BusyEngine, GpuCache
     from benchmarks.progress import Progress
 
 # Transports.
@@ -62,12 +67,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-kib", default="16,64", metavar="N,...", help="size of a block")
     parser.add_argument("--cache-mib", type=int, default=512, help="of each process (512)")
     parser.add_argument("--only", default=",".join(WAYS), metavar="WAY,...", help="transports")
+    parser.add_argument("--layout", default="BLHNC", metavar="NAME", help="vLLM's, on GPUs (BLHNC)")
+    parser.add_argument("--busy", choices=(PRODUCER, CONSUMER), help="engine that runs beside")
 
 
 class _Case(NamedTuple):
+    """`layout`: of caches on GPUs, "" in host memory. `busy`: the role whose GPU is busy, or ""."""
+
     blocks: int
     block_bytes: int
     num_blocks: int  # of each cache
+    layout: str
+    busy: str
 
 
 async def run(
@@ -75,12 +86,16 @@ async def run(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure each case over all transports in turn. Return rows and notes. Raises BenchError."""
     ways = [MEMCPY, *args.only.split(",")]
+    on_gpu = {way in ON_GPU for way in ways[1:]}
+    if len(on_gpu) > 1 or (args.busy and on_gpu != {True}):
+        raise BenchError("--only: transports between GPUs, which --busy needs, are measured apart")
+    layout = args.layout if on_gpu == {True} else ""
     rows: list[dict[str, Any]] = []
     for block_bytes in (int(x) << 10 for x in args.block_kib.split(",")):
         for blocks in map(int, args.blocks.split(",")):
             progress.step(f"{blocks} blocks of {block_bytes >> 10} KiB")
             room = max(blocks * 5 // 4, (args.cache_mib << 20) // block_bytes)
-            case = _Case(blocks, block_bytes, room)
+            case = _Case(blocks, block_bytes, room, layout, args.busy or "")
             seconds = await _measure(case, ways, args.rounds)
             rates = [{n: blocks * block_bytes / s / 1e9 for n, s in x.items()} for x in seconds]
             rows += [
@@ -88,6 +103,7 @@ async def run(
                     "transport": way,
                     "blocks": blocks,
                     "block_bytes": block_bytes,
+                    **({"layout": layout, "busy": args.busy or "none"} if layout else {}),
                     "gb_per_s": rate,
                     "ratio_to_memcpy": ratio or 1.0,
                 }
@@ -99,7 +115,7 @@ async def run(
 async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, float]]:
     loop, trips = asyncio.get_running_loop(), itertools.count(1)
     spawn = multiprocessing.get_context("spawn")
-    sides = {x: ProcessPoolExecutor(1, spawn, _begin, (x, case)) for x in (PRODUCER, CONSUMER)}
+    sides = {x: ProcessPoolExecutor(1, spawn) for x in (PRODUCER, CONSUMER)}
 
     def call(role: str, method: str, *arguments: object) -> asyncio.Future[Any]:
         return loop.run_in_executor(sides[role], _call, method, *arguments)
@@ -114,27 +130,32 @@ async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, 
         seconds, _ = await asyncio.gather(call(CONSUMER, "receive", way, trip), acknowledged)
         wrong = await call(CONSUMER, "wrong_blocks", trip) if number == WARMUP else 0
         if wrong:
-            raise BenchError(f"{way}: {wrong} of {case.blocks} blocks are wrong")
+            raise MeasurementFailed(f"{way}: {wrong} of {case.blocks} blocks are wrong")
         return float(seconds)
 
     try:
+        for role, side in sides.items():
+            await loop.run_in_executor(side, _begin, role, case)
         for way in (x for x in ways if x != MEMCPY):
             address = await call(PRODUCER, "open", way, None)
             await call(CONSUMER, "open", way, address)
+        if case.busy:
+            await call(case.busy, "keep_busy")
         return [x async for x in alternate(ways, rounds, measure)]
     except BrokenProcessPool:
-        raise BenchError("the producer or the consumer ended") from None
+        raise MeasurementFailed("the producer or the consumer ended") from None
     finally:
         for role, side in sides.items():
-            with suppress(BrokenProcessPool):
+            with suppress(BrokenProcessPool, BenchError):  # what was not begun has nothing to close
                 await call(role, "close")
             side.shutdown()
 
 
-_side: _Side  # of this process
+_side: _Side | None = None  # of this process
 
 
 def _begin(role: str, case: _Case) -> None:
+    """Make this process's side. Raises BenchError."""
     global _side
     _side = _Side(role, case)
 
@@ -142,8 +163,10 @@ def _begin(role: str, case: _Case) -> None:
 def _call(method: str, *arguments: object) -> Any:
     try:
         return getattr(_side, method)(*arguments)
+    except (BenchError, ConfigError) as error:
+        raise BenchError(str(error)) from None
     except Exception as error:  # noqa: BLE001 - the parent reports it
-        raise BenchError(f"{method}: {type(error).__name__}: {error}") from None
+        raise MeasurementFailed(f"{method}: {type(error).__name__}: {error}") from None
 
 
 def _shared(size: int) -> tuple[SharedMemory, NDArray[np.uint64]]:
@@ -159,38 +182,63 @@ def _has_results(half: WorkerHalf) -> bool:
     return bool(select.select([half.driver.wakeup], [], [], ARRIVAL_S)[0])
 
 
+class _HostCache:
+    """A cache in shared memory."""
+
+    def __init__(self, case: _Case, *, is_counted: bool) -> None:
+        size = case.num_blocks * case.block_bytes
+        memory, words = _shared(size)
+        words[:] = np.arange(len(words)) if is_counted else np.iinfo(np.uint64).max
+        self._blocks = words.reshape(case.num_blocks, -1)
+        if not is_counted:  # a copy of the producer's content, for memcpy and for the check
+            source = _shared(size)[1]
+            source[:] = np.arange(len(source))
+            self._source = source.reshape(case.num_blocks, -1)
+        page = case.block_bytes
+        self.region = KvRegion(
+            int(words.ctypes.data), size, KvGeometry(1, case.num_blocks, page, size, page)
+        )
+        self.local = LocalKv({0: self.region}, memory)
+
+    def memcpy(self, ids: list[int], first: int) -> float:
+        """Copy the source's blocks to those from `first`, and return the seconds."""
+        rows = np.array(ids)
+        begun = time.perf_counter()
+        # In all other modes, numpy copies to a buffer first.
+        out = self._blocks[first : first + len(ids)]
+        np.take(self._source, rows, axis=0, out=out, mode="clip")
+        return time.perf_counter() - begun
+
+    def wrong_blocks(self, source_ids: list[int], own_ids: list[int]) -> int:
+        return int((self._blocks[own_ids] != self._source[source_ids]).any(axis=1).sum())
+
+
 class _Side:
-    """The producer or consumer process: a cache in shared memory, and a worker half for each
-    transport."""
+    """The producer or consumer process: a cache, and a worker half for each transport."""
 
     def __init__(self, role: str, case: _Case) -> None:
         self._role, self._case = role, case
-        size = case.num_blocks * case.block_bytes
-        self._memory, words = _shared(size)
-        self._address = int(words.ctypes.data)
-        words[:] = np.arange(len(words)) if role == PRODUCER else np.iinfo(np.uint64).max
-        self._blocks = words.reshape(case.num_blocks, -1)
-        if role == CONSUMER:  # a copy of the producer's content, for memcpy and for the check
-            words = _shared(size)[1]
-            words[:] = np.arange(len(words))
-            self._source = words.reshape(case.num_blocks, -1)
+        self._cache: _HostCache | GpuCache
+        self._engine: BusyEngine | None = None
+        if case.layout:
+            self._cache = _on_gpu(role, case)
+        else:
+            self._cache = _HostCache(case, is_counted=role == PRODUCER)
         self._halves: dict[str, WorkerHalf] = {}
         self._peers: dict[str, Any] = {}
 
     def open(self, way: str, peer: Any) -> Any:
         """Set up a transport and return our address. `peer` is the producer's address, or None in
         the producer."""
-        page = self._case.block_bytes
-        geometry = KvGeometry(1, self._case.num_blocks, page, self._memory.size, page)
+        geometry = self._cache.region.geometry
         settings = read_extra_config({"transports": (way,)})
-        region = KvRegion(self._address, self._memory.size, geometry)
         # Blocks have one token here, because their content does not matter.
-        plan = CopyPlan((Shard(1, page, KvGroup(0, 1), (1,)),))
+        plan = CopyPlan((Shard(1, geometry.page_bytes, KvGroup(0, 1), (geometry.num_layers,)),))
         peers = Peers(
             settings,
             self._role,
-            make(settings),
-            local=LocalKv({0: region}, self._memory),
+            make(settings, on_gpu=bool(self._case.layout)),
+            local=self._cache.local,
             compatibility="bench",
             plan=plan,
         )
@@ -198,7 +246,15 @@ class _Side:
         self._peers[way] = peer
         return peers.address
 
+    def keep_busy(self) -> None:
+        """Keep the GPU busy until `close`."""
+        from benchmarks.micro.gpu_cache import BusyEngine
+
+        self._engine = BusyEngine()
+
     def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
         for half in self._halves.values():
             half.close()
 
@@ -238,15 +294,29 @@ class _Side:
         return seconds
 
     def copy(self, trip: int) -> float:
-        """Copy the blocks with memcpy and return the duration in seconds."""
-        ids, blocks = np.array(self._ids(trip, PRODUCER)), self._case.blocks
-        first = min(self._ids(trip, CONSUMER)[0], self._case.num_blocks - blocks)
-        begun = time.perf_counter()
-        # In all other modes, numpy copies to a buffer first.
-        np.take(self._source, ids, axis=0, out=self._blocks[first : first + blocks], mode="clip")
-        return time.perf_counter() - begun
+        """Copy as many bytes with memcpy and return the duration in seconds."""
+        blocks = self._case.blocks
+        if isinstance(self._cache, _HostCache):
+            first = min(self._ids(trip, CONSUMER)[0], self._case.num_blocks - blocks)
+            return self._cache.memcpy(self._ids(trip, PRODUCER), first)
+        return self._cache.memcpy(blocks * self._case.block_bytes, 0)
 
     def wrong_blocks(self, trip: int) -> int:
         """Return the number of received blocks that differ from the producer's."""
-        there, here = (self._ids(trip, role) for role in (PRODUCER, CONSUMER))
-        return int((self._blocks[here] != self._source[there]).any(axis=1).sum())
+        return self._cache.wrong_blocks(*(self._ids(trip, role) for role in (PRODUCER, CONSUMER)))
+
+
+def _on_gpu(role: str, case: _Case) -> GpuCache:
+    """Return a cache on the first GPU for the producer, and on the last for the consumer. Raises
+    BenchError if there is no GPU."""
+    # Read by NCCL and our transport: both processes may have the same GPU.
+    os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    import torch
+
+    from benchmarks.micro.gpu_cache import GpuCache, missing_gpu
+
+    if reason := missing_gpu():
+        raise BenchError(reason)
+    device = 0 if role == PRODUCER else torch.cuda.device_count() - 1
+    sizes = case.num_blocks, case.block_bytes
+    return GpuCache(*sizes, case.layout, device, is_counted=role == PRODUCER)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.compare.summary import ATTAINMENT, LESS_IS_BETTER
 from pdserve.cli.console import open_console
@@ -36,7 +37,8 @@ def print_table(
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, str) else number_text(cell) for cell in row))
+        # Not as strings, in which rich takes what is in brackets for markup.
+        table.add_row(*(Text(x if isinstance(x, str) else number_text(x)) for x in row))
     open_console().print(table)
 
 
