@@ -74,10 +74,10 @@ class DataParallel:
 
     size: int = 1
     rank: int = 0
-    address: str = "127.0.0.1"
-    host: str = "127.0.0.1"
     port: int = 0
     leave_s: float = 0.0
+    address: str = "127.0.0.1"
+    host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
