@@ -137,16 +137,15 @@ class VllmCluster:
 
         await wait_until(is_ready, within_s=START_S, pause_s=0.05)
 
+    async def status(self, name: str) -> w.WorkerStatus:
+        """Return the status of a worker, as it says itself."""
+        address = (await self.entries())[name].info.address
+        async with grpc.aio.insecure_channel(address) as channel:
+            return await WorkerStub(channel).GetStatus(w.GetStatusRequest(), timeout=WAIT_S)
+
     async def statuses(self) -> dict[str, w.WorkerStatus]:
         """Return the status of each live worker."""
-        found = {}
-        entries = await self.entries()
-        for name in self.processes:
-            async with grpc.aio.insecure_channel(entries[name].info.address) as channel:
-                found[name] = await WorkerStub(channel).GetStatus(
-                    w.GetStatusRequest(), timeout=WAIT_S
-                )
-        return found
+        return {name: await self.status(name) for name in self.processes}
 
     async def until_empty(self) -> None:
         """Wait until no worker has a pinned block or a request, and the router has no outstanding
