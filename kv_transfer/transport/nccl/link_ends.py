@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What an end of a link shares with the other links of its direction, and what the two ends
-    agreed on. `direct`: the groups whose blocks are sent without staging."""
+    agreed on. `direct`: the groups whose blocks are sent without staging, `direct_run` of them with
+    one offer."""
 
     nccl: Nccl
     gpu: Gpu
@@ -41,6 +42,7 @@ class Resources:
     regions: Mapping[int, DeviceRegion]
     slot_bytes: int
     direct: Set[int]
+    direct_run: int
 
 
 class _LinkEnd:
@@ -56,6 +58,7 @@ class _LinkEnd:
         self._regions = resources.regions
         self._slot_bytes = resources.slot_bytes
         self._direct = resources.direct
+        self._direct_run = resources.direct_run
 
     def close(self) -> None:
         with self.communicator.in_use:
@@ -84,8 +87,9 @@ class NcclProducer(_LinkEnd, ProducerChannel):
         is_direct = part.group in self._direct and region is whole
         block_bytes = region.geometry.block_bytes
         self._link.write(chunk)
+        run = self._direct_run if is_direct else self._slot_bytes // block_bytes
         with self.communicator.in_use:
-            for ids in _runs(block_ids, self._slot_bytes // block_bytes):
+            for ids in _runs(block_ids, run):
                 with self._slot() as slot:
                     cache = region if is_direct else None
                     parts = _batches(
@@ -228,7 +232,8 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         communicator is gone: the producer then offers a new one."""
         communicator = self.communicator
         is_fit = region is None or region.geometry.block_bytes == block_bytes
-        if not 0 < offer.size_bytes <= self._slot_bytes or not is_fit:
+        most = self._direct_run * block_bytes if offer.is_direct else self._slot_bytes
+        if not 0 < offer.size_bytes <= most or not is_fit:
             raise ProtocolError(f"cannot receive {offer}")
         if not offer.unique_id and (
             not communicator.is_open or offer.number != communicator.number
@@ -299,7 +304,8 @@ def _batches(
     is_direct: bool,
 ) -> list[_MoveBatch]:
     """Split a run of blocks in the same way at both ends. `is_direct`: one operation per block,
-    from or to the cache if given, else the slot."""
+    from or to the cache if given, else to the slot. These bytes are discarded: they may be more
+    than the slot holds."""
     made, start = [], 0
     most = limits.max_group if is_direct else max(1, limits.part_bytes // block_bytes)
     for part in _runs(ids, most):
@@ -308,7 +314,8 @@ def _batches(
         if cache is not None:
             moves = [(cache.block_address(block), block_bytes) for block in part]
         elif is_direct:
-            places = range(slot.address + start, slot.address + start + size, block_bytes)
+            room = slot.memory.numel() // block_bytes
+            places = (slot.address + n % room * block_bytes for n in range(len(part)))
             moves = [(place, block_bytes) for place in places]
         made.append(_MoveBatch(part, start, moves))
         start += size

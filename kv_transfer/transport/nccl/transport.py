@@ -3,7 +3,7 @@
 Each link has at most one communicator of two ranks: 0 sends, 1 receives. If blocks are contiguous,
 long enough and have the same layout at both ends, they are sent directly from cache to cache. Else
 they pass through a slot at each end, in parts: while one part is sent, the next is gathered and the
-previous one scattered. The sequence for each slot:
+previous one scattered. The sequence for each slot, and without staging for each group of NCCL:
 
     producer: take a slot ─ Chunk, Offer ──► consumer: take a slot, join if the id is new,
               join if the id is new                    post the receives, scatters behind them
@@ -120,8 +120,9 @@ class NcclTransport(Transport):
             and layout == layouts.get(group)
             and region.geometry.block_bytes >= self._limits.min_direct_bytes
         ]
-        details = {"slot_bytes": slot_bytes, "direct": direct}
-        resources = self._resources(RECEIVER, local, slot_bytes, direct)
+        run = self._limits.max_group
+        details = {"slot_bytes": slot_bytes, "direct": direct, "direct_run": run}
+        resources = self._resources(RECEIVER, local, slot_bytes, direct, run)
         return NcclConsumer(self._communicator(RECEIVER, link), link, resources), details
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
@@ -133,11 +134,16 @@ class NcclTransport(Transport):
         if not isinstance(direct, list) or not all(group in groups for group in direct):
             raise ProtocolError(f"direct {direct!r} is not a list of groups")
         slot_bytes = min(slot_bytes, self.staging(SENDER, local).slot_bytes)
-        resources = self._resources(SENDER, local, slot_bytes, direct)
+        # Consumers of version 0.1 take no more than a slot at a time.
+        run = details.get("direct_run", slot_bytes // local.block_bytes)
+        if type(run) is not int or run < 1:
+            raise ProtocolError(f"direct_run {run!r} is not a number of blocks")
+        run = min(run, self._limits.max_group)
+        resources = self._resources(SENDER, local, slot_bytes, direct, run)
         return NcclProducer(self._communicator(SENDER, link), link, resources)
 
     def _resources(
-        self, rank: int, local: LocalKv, slot_bytes: int, direct: Sequence[int]
+        self, rank: int, local: LocalKv, slot_bytes: int, direct: Sequence[int], direct_run: int
     ) -> Resources:
         return Resources(
             self._nccl,
@@ -147,6 +153,7 @@ class NcclTransport(Transport):
             _regions_of(local),
             slot_bytes,
             frozenset(direct),
+            direct_run,
         )
 
     def _communicator(self, rank: int, link: Link) -> Communicator:

@@ -265,6 +265,35 @@ def test_blocks_that_are_one_run_of_bytes_go_without_staging(target: list[int] |
     world.close()
 
 
+@pytest.mark.parametrize("target", [TO, None])
+def test_blocks_without_staging_are_one_group_although_a_slot_holds_fewer(
+    target: list[int] | None,
+) -> None:
+    world = World(DIRECT, across_layers=(True, True))
+    pair = world.pair()
+    before = world.memory[1].clone()
+    pair.move(target=target)
+    assert world.is_exact() if target else torch.equal(world.memory[1], before)
+    assert world.fabric.groups == [len(FROM)] * 2
+    world.close()
+
+
+def test_a_consumer_of_version_0_1_gets_no_more_than_a_slot_at_a_time() -> None:
+    world = World(DIRECT, across_layers=(True, True))
+    offer = world.producer.offer(world.caches[0])
+    assert offer is not None
+    sockets = socket.socketpair()
+    links: list[Any] = [FakeLink(sock) for sock in sockets]
+    consumer, details = world.consumer.consumer(world.caches[1], offer, links[1])
+    assert details.pop("direct_run") == DIRECT.max_group
+    producer = world.producer.producer(world.caches[0], details, links[0])
+    assert isinstance(producer, NcclProducer)
+    assert producer._direct_run == DIRECT.slot_bytes // BLOCK_BYTES
+    for end in (consumer, producer, *sockets):
+        end.close()
+    world.close()
+
+
 @pytest.mark.parametrize("across_layers", [(True, False), (True, True)], ids=["unlike", "short"])
 def test_blocks_that_lie_otherwise_at_the_other_end_or_are_short_are_staged(
     across_layers: tuple[bool, bool],
