@@ -210,7 +210,7 @@ locks: $(RELEASE)/installed ## look up the hashes of all pins in requirements/*.
 		mv $$lock.new $$lock; \
 	done
 	@for part in deploy/Dockerfile,router-image,cpu,'--universal --extra=kubernetes --extra=postgres --extra=s3' \
-			deploy/Dockerfile,worker-image,gpu,'--universal --extra=gguf' \
+			deploy/Dockerfile,worker-image,gpu,'--universal --extra=gguf --overrides=requirements/worker-image-overrides.txt' \
 			deploy/Dockerfile,worker-cpu-image,cpu,'--universal --extra=cpu --extra=gguf --overrides=requirements/cpu-overrides.txt' \
 			'make gpu-install,gpu-runtime,gpu,--python-platform=x86_64-manylinux_2_31 --extra=gpu --extra=gguf --extra=nixl --extra=postgres --extra=s3 --overrides=requirements/gpu-overrides.txt'; do \
 		IFS=, read -r user name of more <<< $$part; lock=requirements/$$name.lock; \
