@@ -10,7 +10,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from pdserve.errors import PermissionDenied
-from pdserve.observe.metrics import KvCollector, render, watch_tasks
+from pdserve.observe.metrics import ExpertCollector, KvCollector, render, watch_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -34,12 +34,17 @@ def debug_handler(
     """Return the handler of the pages. They read state and change nothing. `collectors` add
     metrics to those of KV. `unready` returns why the worker gets no requests, or an empty text."""
 
+    def experts() -> list[tuple[WorkerInfo, int]]:
+        tokens = service.account.busy.expert_tokens
+        return [(describe(), tokens)] if tokens else []
+
     def reports() -> list[tuple[WorkerInfo, KvReport]]:
         state = service.kv_state()
         return [] if state is None else [(describe(), state.report())]
 
     registry = CollectorRegistry()
     registry.register(KvCollector(reports))
+    registry.register(ExpertCollector(experts))
     for collector in collectors:
         registry.register(collector)
     watch_tasks(registry)

@@ -283,6 +283,17 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _counter("worker_kv_nccl_aborted", _KV, "NCCL communicators closed by a failure."),
         ),
     ),
+    "Experts": (
+        "From each rank of a data-parallel group, for itself, with expert parallelism on a CPU.",
+        (
+            _counter(
+                "worker_expert_tokens",
+                _KV,
+                "How often an expert of this rank has computed a token, of any rank. Ranks have "
+                "equal rates if their experts are loaded evenly. None with tensor parallelism.",
+            ),
+        ),
+    ),
     "GPUs": (
         "From each worker, for its GPUs.",
         (
@@ -424,6 +435,22 @@ class KvCollector(Collector):
             if name in METRICS:
                 rows = [(labels, kv.totals[total]) for labels, kv in reports if total in kv.totals]
                 yield family(name, rows)
+
+
+class ExpertCollector(Collector):
+    """Exports the expert loads of workers at each scrape."""
+
+    def __init__(self, loads: Callable[[], Iterable[tuple[WorkerInfo, int]]]) -> None:
+        self._loads = loads
+
+    def describe(self) -> Iterator[Metric]:
+        """Return nothing: a registry must not collect when this is registered."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        rows = [((x.model.name, x.role.value, x.worker_id), tokens) for x, tokens in self._loads()]
+        if rows:
+            yield family("worker_expert_tokens", rows)
 
 
 _KV_GAUGES = {

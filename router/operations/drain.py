@@ -87,6 +87,9 @@ class Drainer:
         wire.check_drain_timeout(timeout_s, field="timeout_s")
         member = _registered(self._fleet.members.values(), worker_id)
         model = member.info.model.name
+        if stop and (group := member.info.group):
+            text = f"worker {worker_id} is a rank of group {group}, whose ranks end together"
+            raise InvalidRequest(text, field="stop")
         if not force and member.state is MemberState.READY:
             candidates = self._fleet.candidates(model)
             # First with the worker: a model that cannot be served now is not the drain's fault.

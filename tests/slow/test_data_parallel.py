@@ -7,10 +7,12 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
@@ -130,6 +132,28 @@ async def test_an_idle_rank_notices_that_another_has_died(model: Path) -> None:
             await rank.kill()
 
 
+async def check_drains(service: ServedUp, ask: dict[str, Any], whole: list[int]) -> None:
+    """Drain a rank before an answer, which the other gives, and then the other in the answer, which
+    continues on the first with its KV. Experts of both compute its tokens."""
+    assert await service.command("drain", "decode-1") == 0
+    assert await service.command("drain", "decode-1", "--stop", "--force") == 1
+    tokens, is_drained = list[int](), False
+    async with service.client() as client:
+        async for part in await client.completions.create(**ask, stream=True):
+            tokens += (part.choices[0].model_extra["token_ids"] or ()) if part.choices else ()
+            if not is_drained and len(tokens) >= 10:
+                assert await service.command("drain", "decode-1", "--undo") == 0
+                assert await service.command("drain", "decode-0", "--timeout", "0") == 0
+                is_drained = True
+    assert tokens == whole
+    assert await service.command("drain", "decode-0", "--undo") == 0
+    for worker in service.ready["workers"]:
+        async with aiohttp.ClientSession() as session:
+            page = await (await session.get(f"http://{worker['debug']}/metrics")).text()
+        loads = re.findall(r"^pdserve_worker_expert_tokens_total{.*} (.+)$", page, re.MULTILINE)
+        assert [float(x) > 0 for x in loads] == [True] * (worker["worker_id"] != "prefill-0")
+
+
 async def test_a_group_restarts_as_one_and_its_answers_continue_elsewhere(
     model: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +180,7 @@ async def test_a_group_restarts_as_one_and_its_answers_continue_elsewhere(
         }
         async with service.client() as client:
             whole = await client.completions.create(**ask)
+            await check_drains(service, ask, whole.choices[0].model_extra["token_ids"])
             tokens, lives = list[int](), True
             async for part in await client.completions.create(**ask, stream=True):
                 tokens += (part.choices[0].model_extra["token_ids"] or ()) if part.choices else ()

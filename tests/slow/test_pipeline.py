@@ -92,18 +92,31 @@ async def test_stages_of_two_ranks_hand_over_both_splits_exactly(tmp_path: Path)
         await checks.check_cancels(of)
 
 
-async def test_serve_with_two_stages_hands_over(tmp_path: Path) -> None:
-    flags = ["--host", "127.0.0.1", "--port", "0", "--prefill.pipeline-parallel-size", "2"]
+async def test_serve_with_two_stages_hands_over_and_drains(tmp_path: Path) -> None:
+    flags = ["--host", "127.0.0.1", "--port", "0", "--decode", "2"]
+    flags += ["--decode.pipeline-parallel-size", "2"]
     up = UpProcess(tmp_path, "demo", *flags, command="serve")
     try:
         stack = ServedUp(up)
         sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         async with Client(stack.grpc) as client:
             messages = [ChatMessage("user", EXPLAIN)]
-            receipt = [d async for d in client.generate(messages, sampling)][-1].receipt
+            deltas = [d async for d in client.generate(messages, sampling)]
+            receipt = deltas[-1].receipt
+            assert receipt is not None
+            assert receipt.transfer_blocks > 0
+            assert receipt.fallbacks == ()
+            drained, other = receipt.decode_worker, {"decode-0", "decode-1"}
+            assert await stack.command("drain", *(other - {drained})) == 0
+            tokens = list[int]()
+            async for delta in client.generate(messages, sampling):
+                if not tokens:
+                    assert await stack.command("drain", *(other - {drained}), "--undo") == 0
+                    assert await stack.command("drain", drained, "--timeout", "0") == 0
+                tokens += delta.token_ids
+                receipt = delta.receipt
+        assert tokens == [token for delta in deltas for token in delta.token_ids]
         assert receipt is not None
-        assert (receipt.prefill_worker, receipt.decode_worker) == ("prefill-0", "decode-0")
-        assert receipt.transfer_blocks > 0
-        assert receipt.fallbacks == ()
+        assert receipt.fallbacks == ("live_kv:moved",)
     finally:
         up.close()

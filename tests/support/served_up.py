@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdserve.cli import main
 from pdserve.net import rpc
 from pdserve.security.local import admin_key
 from pdserve.v1 import worker_pb2 as w
@@ -12,8 +14,6 @@ from pdserve.v1.worker_pb2_grpc import WorkerStub
 from tests.support.timeouts import START_S, WAIT_S, wait_until
 
 if TYPE_CHECKING:
-    import asyncio
-
     import openai
 
     from tests.support.pdserve_up import UpProcess
@@ -28,6 +28,11 @@ class ServedUp:
         self.http: str = self.ready["http"]
         self.grpc: str = self.ready["grpc"]
         self.operator = rpc.Dialer(token=admin_key(Path(self.ready["run_dir"])))
+
+    async def command(self, *words: str) -> int:
+        """Run a `pdserve` command for the router in this process. Return its exit status."""
+        key = admin_key(Path(self.ready["run_dir"]))
+        return await asyncio.to_thread(main, [*words, "--grpc", self.grpc, "--api-key", key])
 
     def client(self) -> openai.AsyncOpenAI:
         import openai  # takes a second, and each run of tests loads this module

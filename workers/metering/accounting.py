@@ -75,11 +75,13 @@ class Share:
 
 class BusyTime:
     """The shares of open requests, and `busy_s`, the duration of all steps. Only the engine's step
-    thread calls `name`, `begin` and `step`; any thread may call the other methods."""
+    thread calls `name`, `begin` and `step`, and sets `expert_tokens`, how often an expert here has
+    computed a token; any thread may call the other methods."""
 
     def __init__(self) -> None:
         self.recorder = StepRecorder()
         self.busy_s = 0.0
+        self.expert_tokens = 0
         self._overrun = Share()
         self._shares: dict[Hashable, Share] = {}  # by stream id, and by the engine's key
         self._keys: dict[int, Hashable] = {}

@@ -71,7 +71,7 @@ from workers.vllm.args import (
     settings_in_effect,
     warn_of_cut_context,
 )
-from workers.vllm.experts import mend_experts
+from workers.vllm.experts import expert_tokens, mend_experts
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lockstep import LockstepEngine
 from workers.vllm.lora import load_in, mend_lora
@@ -429,7 +429,7 @@ class VllmCore:
         deltas = [self._delta(output) for output in outputs]
         deltas += self._take_arrivals()
         deltas += self._end_uncomputable()
-        self.load = self._read_load()
+        self.load, self._busy.expert_tokens = self._read_load(), expert_tokens()
         # With nothing running, a step only looks after transfers.
         computed = bool(outputs or self._scheduler.running)
         can_start = bool(self._scheduler.finished_recving_kv_req_ids)

@@ -15,8 +15,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+class _ExpertLoad:
+    tokens = 0
+
+
+_LOAD = _ExpertLoad()
+
+
+def expert_tokens() -> int:
+    """Return how often an expert of this process has computed a token, in all layers, since the
+    start: 0 without `mend_experts`, and if the model runs in other processes."""
+    return _LOAD.tokens
+
+
 def mend_experts(_worker: Any) -> None:
-    """Let ranks share expert layers. Idempotent.
+    """Let ranks share expert layers, and count what `expert_tokens` returns. Idempotent.
 
     vLLM's CPU communicator lacks the two operations that bring tokens to the ranks of their experts
     and back. The CPU kernel takes the ids of all experts for ids of those that this rank has, and
@@ -40,6 +53,7 @@ def mend_experts(_worker: Any) -> None:
         if own_of is not None:
             ids, weights = given.arguments["topk_ids"], given.arguments["topk_weights"]
             own = own_of[ids.long()]
+            _LOAD.tokens += int((own >= 0).sum())
             given.arguments["topk_ids"] = own.clamp(min=0).to(ids.dtype)
             given.arguments["topk_weights"] = weights.masked_fill(own < 0, 0.0)
         apply(*given.args, **given.kwargs)
