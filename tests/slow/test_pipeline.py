@@ -98,7 +98,7 @@ async def test_serve_with_two_stages_hands_over_and_drains(tmp_path: Path) -> No
     up = UpProcess(tmp_path, "demo", *flags, command="serve")
     try:
         stack = ServedUp(up)
-        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
         async with Client(stack.grpc) as client:
             messages = [ChatMessage("user", EXPLAIN)]
             deltas = [d async for d in client.generate(messages, sampling)]
