@@ -24,6 +24,7 @@ from pdserve.client import Client
 from pdserve.deploy.ray.spec import place_of
 from pdserve.types import SamplingParams
 from tests.support.cluster import fake_answer
+from tests.support.model_kinds import make_kind
 from tests.support.network_namespaces import Network, missing_requirement
 from tests.support.timeouts import START_S, WAIT_S, wait_until
 
@@ -58,6 +59,18 @@ up:
   decode: {workers: 1, nnodes: 2, engine_args: {tensor_parallel_size: 2}}
 router: {policy: least_loaded, stop_grace_s: 2}
 worker:
+  engine_args: {dtype: float32, kv_cache_memory_bytes: 67108864}
+  drain_timeout_s: 1
+"""
+# vLLM, and decode as two ranks that share the experts of a model.
+RANKS = """\
+up:
+  routers: 2
+  prefill: {workers: 1}
+  decode: {workers: 1, data_parallel_size: 2, engine_args: {enable_expert_parallel: true}}
+router: {policy: least_loaded, stop_grace_s: 2}
+worker:
+  model_names: [pdserve-demo]
   engine_args: {dtype: float32, kv_cache_memory_bytes: 67108864}
   drain_timeout_s: 1
 """
@@ -98,6 +111,7 @@ class RayCluster:
         # The pools of each model have their own keys.
         (directory / "two.yaml").write_text("\n".join(CONFIG.splitlines()[1:]))
         (directory / "spread.yaml").write_text(SPREAD)
+        (directory / "ranks.yaml").write_text(RANKS)
         for path in (directory / "service.yaml", directory / "job" / "service.yaml"):
             path.write_text(CONFIG)
 
@@ -481,6 +495,52 @@ async def test_a_worker_over_two_nodes_fails_and_comes_back_as_one(
     assert ray_cluster.processes("ray::Follower") == []
     # The other part ends by itself when the first one has drained: only a failure leaves a log.
     assert ray_cluster.logs("-node-1") == []
+
+
+async def test_a_data_parallel_group_fails_and_comes_back_as_one(
+    ray_cluster: RayCluster, tmp_path: Path
+) -> None:
+    prompts = [[20 + (x * x + place) % 200 for x in range(200)] for place in range(4)]
+    model = await make_kind(tmp_path / "moe", "Qwen3-MoE")
+
+    async def answer(prompt: list[int], begun: asyncio.Event) -> tuple[list[int], str]:
+        token_ids, worker = list[int](), ""
+        async for delta in client.generate(prompt, LONG):
+            token_ids += delta.token_ids
+            worker = delta.receipt.decode_worker if delta.receipt else worker
+            begun.set()
+        return token_ids, worker
+
+    async def answers() -> dict[str, list[list[int]]]:
+        """Return the answers to all prompts at once by the worker that decoded them."""
+        found: dict[str, list[list[int]]] = {}
+        for token_ids, worker in await asyncio.gather(
+            *(answer(x, asyncio.Event()) for x in prompts)
+        ):
+            found.setdefault(worker, []).append(token_ids)
+        return found
+
+    await ray_cluster.pdserve("up", "--config=ranks.yaml", f"--set=worker.model={model}")
+    await ray_cluster.until_workers(1)
+    async with ray_cluster.client() as client:
+        whole = await answers()
+        first, second = sorted(whole)
+        assert (place_of(first), second) == ("decode-0", f"{first}.1")
+        begun = asyncio.Event()
+        open_answers = [asyncio.create_task(answer(x, begun)) for x in prompts]
+        await begun.wait()
+        (follower,) = ray_cluster.processes("ray::Follower")
+        follower.children()[0].kill()
+        moved = [await x for x in open_answers]
+        assert {place_of(worker) for _, worker in moved} == {"prefill-0"}
+        right = sorted(x for tokens in whole.values() for x in tokens)
+        assert sorted(token_ids for token_ids, _ in moved) == right
+        await ray_cluster.until(lambda x: x["decode-0"]["lives"] == 2)
+        again = await answers()
+        assert sorted(again) == [first, second]
+        assert sorted(x for tokens in again.values() for x in tokens) == right
+    await ray_cluster.pdserve("down")
+    assert ray_cluster.processes("ray::Follower") == []
 
 
 async def test_models_without_requests_stop_and_start_each_on_its_own(

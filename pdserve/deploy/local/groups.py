@@ -34,7 +34,7 @@ class RankGroup:
             self._meeting = asyncio.get_running_loop().create_future()
         meeting, self._waiting = self._meeting, self._waiting + 1
         if self._waiting == len(self._ranks):
-            self.port, self._waiting, self._meeting = _free_ports(), 0, None
+            self.port, self._waiting, self._meeting = free_ports(_HOST), 0, None
             meeting.set_result(None)
         await asyncio.shield(meeting)
 
@@ -50,14 +50,14 @@ class RankGroup:
             await asyncio.sleep(_POLL_S)
 
 
-def _free_ports() -> int:
-    """Return a free port whose next one is free, too."""
+def free_ports(host: str) -> int:
+    """Return a free port of an address of this machine, whose next one is free, too."""
     while True:
         with socket.socket() as first, socket.socket() as second:
-            first.bind((_HOST, 0))
+            first.bind((host, 0))
             port: int = first.getsockname()[1]
             try:
-                second.bind((_HOST, port + 1))
+                second.bind((host, port + 1))
             except (OSError, OverflowError):
                 continue
             return port

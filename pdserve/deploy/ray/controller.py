@@ -268,8 +268,8 @@ class Controller:
         if group is not None and group["state"] != "CREATED":
             needs = ", ".join(f"{n:g} {kind}" for kind, n in group["bundles"][0].items())
             why, count = group["stats"]["scheduling_state"], len(group["bundles"])
-            nodes = "a node" if count == 1 else f"{count} nodes, each"
-            doing = f"waiting for {nodes} with {needs} free ({why})"
+            places = "a node" if count == 1 else f"{count} places on nodes, each"
+            doing = f"waiting for {places} with {needs} free ({why})"
             self._states[name] = {**_PENDING, "doing": doing}
             return
         try:
@@ -301,14 +301,15 @@ class Controller:
         Ray keeps both pending, which makes its autoscaler add a node."""
         nodes = {x["NodeID"]: x["Resources"] for x in ray.nodes() if x["Alive"]}
         before = self._service.nodes.get(place_of(name))
-        if spec.nnodes > 1:
-            before = None  # Ray chooses the nodes of a worker with several
+        if spec.parts > 1:
+            before = None  # Ray chooses the nodes of a worker or group with several
         elif before not in nodes:
             before = choose_node(name, spec.bundle, self._service.spec.strategy, nodes, placed)
         # Detached groups and actors outlive this controller, which adopts them after a restart.
+        strategy = "STRICT_PACK" if spec.parts == 1 else "PACK"
         group = ray.util.placement_group(
-            [spec.bundle] * spec.nnodes,
-            strategy="STRICT_PACK" if spec.nnodes == 1 else "STRICT_SPREAD",
+            [spec.bundle] * spec.parts,
+            strategy="STRICT_SPREAD" if spec.nnodes > 1 else strategy,
             name=_GROUP + name,
             lifetime="detached",
             _soft_target_node_id=before,

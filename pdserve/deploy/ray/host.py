@@ -1,4 +1,4 @@
-"""The Ray actor of one router or worker.
+"""The Ray actor of one router, worker, or data-parallel group of workers.
 
 The router or worker is a child process of the actor, because vLLM needs its own event loop, signal
 handlers and garbage collector settings. If Ray kills the actor, the kernel kills the child
@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pdserve.deploy.local.groups import free_ports
 from pdserve.deploy.local.restarts import Restarts, death_reason
 from pdserve.deploy.ray.spec import write_process
 from pdserve.process.child import TAKE_REQUESTS
@@ -36,8 +36,8 @@ _PARTS_END_S = 15.0  # after the end of one node's process, for the others to en
 
 
 class Host:
-    """The actor of a router or worker. State: the child process, its reports, and whether it should
-    run."""
+    """The actor of a router, worker or group. State: the child process, its reports, the actors of
+    further processes, and whether it should run."""
 
     def __init__(
         self, name: str, spec: ProcessSpec, secrets: dict[str, str], max_restart_pause_s: float
@@ -53,6 +53,7 @@ class Host:
         self._facts: dict[str, str] = {}
         self._node_id = ray.get_runtime_context().get_node_id()
         self._nodes = [self._address]
+        self._followers: list[Any] = []
         self._doing, self._failure, self._lives = "starting", "", 0
         self._restarts = Restarts(max_restart_pause_s)
         # Why it ended before it was first ready; "" if it has not, None once it was ready.
@@ -71,7 +72,7 @@ class Host:
             "failure": self._failure,
             "broken": self._broken or "",
             "crash_loop": self._restarts.reason if self._is_crash_looping else "",
-            "node": ", ".join(self._nodes),
+            "node": ", ".join(dict.fromkeys(self._nodes)),
             "node_id": self._node_id,
             "pid": self._process.pid if self._process else 0,
             "actor_pid": os.getpid(),
@@ -93,10 +94,10 @@ class Host:
     async def tell(self, addresses: Sequence[str], warm: bool) -> None:
         """Write the routers' addresses into the file that the worker watches. A `warm` worker is
         loaded but accepts no requests. When it is no longer warm it accepts them at once."""
-        partial = self._run_dir / ".routers"
-        partial.write_text("\n".join(addresses) + "\n", encoding="utf-8")
-        partial.replace(self._run_dir / "routers")
+        _write_routers(self._run_dir, addresses)
         self._routers = list(addresses)
+        for actor in self._followers:
+            actor.tell.remote(self._routers)
         self._has_routers.set()
         if warm != self._warm:
             self._warm = warm
@@ -111,6 +112,9 @@ class Host:
         directory with the log."""
         self._stopped.set()
         self._send(signal.SIGTERM)
+        if self._spec.ranks > 1:  # else node 0 ends the others
+            for actor in self._followers:
+                actor.stop.remote()
         await asyncio.wait((self._keeper,), timeout=self._spec.grace_s)
         self._keeper.cancel()  # kills the process if it is still running
         await asyncio.wait((self._keeper,))
@@ -161,11 +165,11 @@ class Host:
                 task.cancel()
 
     async def _run(self) -> int:
-        """Run the process on all of its nodes until it ends. Return its exit code."""
+        """Run the process, and its further ones, until it ends. Return its exit code."""
         section, warm = self._section(), self._warm
         self._lives += 1
         self._doing = "starting"
-        async with self._followers(section) as nodes:
+        async with self._with_followers(section) as nodes:
             section |= nodes
             words = write_process(self._run_dir, self._spec.command, section, self._secrets)
             async with launched(None, *words, env=os.environ, log=self._log) as (process, reports):
@@ -182,16 +186,16 @@ class Host:
                     following.cancel()
 
     @contextlib.asynccontextmanager
-    async def _followers(self, section: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Start the process on the other nodes of a worker, if it has any. Yield the configuration
-        with which node 0 finds them. If one node's process ends, all end soon after. Their actors
-        end with this one."""
-        count = self._spec.nnodes
+    async def _with_followers(self, section: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Start the processes of the other nodes of a worker, or of the other ranks of a group, if
+        there are any. Yield the configuration with which the first one finds them. If one ends, all
+        end soon after. Their actors end with this one."""
+        count = self._spec.parts
         if count == 1:
             yield {}
             return
         group = ray.util.get_current_placement_group()
-        actors = [
+        actors = self._followers = [
             ray.remote(Follower)
             .options(
                 num_cpus=self._spec.cpus,
@@ -203,32 +207,48 @@ class Host:
         ]
         watching: asyncio.Task[None] | None = None
         try:
-            self._doing = f"waiting for {count - 1} more nodes"
+            self._doing = f"waiting for {count - 1} more processes"
             addresses = asyncio.gather(*(_result(actor.address.remote()) for actor in actors))
             await self._first(addresses)
             if addresses.cancelled() or not addresses.done():
-                raise OSError("stopped while waiting for its other nodes")
+                raise OSError("stopped while waiting for its other processes")
             self._nodes = [self._address, *addresses.result()]
-            with socket.create_server((self._address, 0)) as server:
-                port = server.getsockname()[1]
-            nodes = {"nnodes": count, "master_addr": self._address, "master_port": port}
+            shared = self._shared()
             ends = [
-                asyncio.create_task(_result(actor.run.remote({**section, **nodes}, rank)))
+                asyncio.create_task(
+                    _result(
+                        actor.run.remote({**section, **shared, **self._own(rank)}, self._routers)
+                    )
+                )
                 for rank, actor in enumerate(actors, start=1)
             ]
             watching = asyncio.create_task(self._end_with(ends))
-            yield nodes
+            yield shared
             await asyncio.wait(ends, timeout=_PARTS_END_S)
         finally:
             if watching is not None:
                 watching.cancel()
-            self._nodes = [self._address]
+            self._nodes, self._followers = [self._address], []
             for actor in actors:
                 ray.kill(actor)
 
+    def _shared(self) -> dict[str, Any]:
+        """Return the configuration of all processes of this worker or group."""
+        port, count = free_ports(self._address), self._spec.parts
+        if self._spec.ranks == 1:
+            return {"nnodes": count, "master_addr": self._address, "master_port": port}
+        meeting = {"size": count, "group": self._name, "address": self._address, "port": port}
+        return {f"data_parallel_{key}": value for key, value in meeting.items()}
+
+    def _own(self, rank: int) -> dict[str, Any]:
+        """Return the configuration of a further process."""
+        if self._spec.ranks == 1:
+            return {"node_rank": rank}
+        return {"data_parallel_rank": rank, "worker_id": f"{self._name}.{rank}"}
+
     async def _end_with(self, others: Sequence[asyncio.Task[int]]) -> None:
-        """Kill node 0's process when another node's has ended, because node 0 would wait for the
-        other to join."""
+        """Kill the first process when another one has ended, because it would wait for the other to
+        join."""
         done, _ = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
         rank = others.index(done.pop()) + 1
         await asyncio.sleep(_PARTS_END_S)
@@ -258,28 +278,47 @@ class Host:
 
 
 class Follower:
-    """The actor of a worker's process on a further node. The actor of node 0 owns it, so both end
-    together."""
+    """The actor of a worker's process on a further node, or of a further rank of a group. The actor
+    of the first one owns it, so both end together."""
 
     def __init__(self, run_dir: Path, secrets: dict[str, str]) -> None:
         self._run_dir, self._secrets = run_dir, secrets
+        self._process: Any = None
         self._address: str = ray.util.get_node_ip_address()
         run_dir.mkdir(mode=0o700, exist_ok=True)
 
     async def address(self) -> str:
         return self._address
 
-    async def run(self, section: dict[str, Any], rank: int) -> int:
+    async def tell(self, routers: Sequence[str]) -> None:
+        """Write the routers' addresses into the file that the worker watches."""
+        _write_routers(self._run_dir, routers)
+
+    async def stop(self) -> None:
+        """Let the process drain and end."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process is not None:
+                self._process.send_signal(signal.SIGTERM)
+
+    async def run(self, section: dict[str, Any], routers: Sequence[str]) -> int:
         """Run the process until it ends. Return its exit code."""
-        own = {"node_rank": rank, "host": self._address}
-        own["kv"] = {**section["kv"], "host": self._address}
+        _write_routers(self._run_dir, routers)
+        own = {"host": self._address, "kv": {**section["kv"], "host": self._address}}
+        own["routers"] = [f"file:{self._run_dir / 'routers'}"]
         words = write_process(self._run_dir, "worker", section | own, self._secrets)
         log = self._run_dir / "log"
         async with launched(None, *words, env=os.environ, log=log) as (process, reports):
+            self._process = process
             code = await until_ended(process, asyncio.create_task(_ignore(reports)))
         if code == 0:
             shutil.rmtree(self._run_dir)
         return code
+
+
+def _write_routers(run_dir: Path, addresses: Sequence[str]) -> None:
+    partial = run_dir / ".routers"
+    partial.write_text("\n".join(addresses) + "\n", encoding="utf-8")
+    partial.replace(run_dir / "routers")
 
 
 def _run_dir(name: str, rank: int) -> Path:

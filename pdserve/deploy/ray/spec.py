@@ -49,7 +49,8 @@ _SET_PER_NODE = {
 
 class ProcessSpec(Struct, frozen=True):
     """One router or worker. `section`: its configuration without the keys that depend on the node.
-    `grace_s`: maximum time to stop. `cpus` and `gpus`: resources on each of its `nnodes` nodes."""
+    `grace_s`: maximum time to stop. It has parts on `nnodes` nodes, or is a data-parallel group of
+    `ranks` workers. `cpus` and `gpus`: resources of each part or worker."""
 
     command: str
     section: dict[str, Any]
@@ -57,10 +58,16 @@ class ProcessSpec(Struct, frozen=True):
     cpus: float
     gpus: float = 0.0  # always a float, because 1 and 1.0 have different digests
     nnodes: int = 1
+    ranks: int = 1
+
+    @property
+    def parts(self) -> int:
+        """The number of its processes; one of the two factors is 1."""
+        return self.nnodes * self.ranks
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The Ray resources that it uses on each node."""
+        """The Ray resources that each process uses."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
@@ -204,8 +211,6 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
         for role, pool in model.by_role().items():
             if pool.gpus:
                 refuse(f"{at}.{role}.gpus", "is not possible with --on ray, which chooses GPUs")
-            if pool.data_parallel_size > 1:
-                refuse(f"{at}.{role}.data_parallel_size", "must be 1 with --on ray")
             args = config.worker.engine_args | model.engine_args | pool.engine_args
             ranks = ranks_of(args)
             if gpus and ranks != gpus:
@@ -223,12 +228,17 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
             key = f"{role}-{_NOT_IN_NAMES.sub('_', name)}" if config.up.models else role.value
             if key in workers:
                 refuse(at, f"{name} and {models[key]} are too much alike; set their model_names")
-            section, nnodes = to_mapping(worker), pool.nnodes
-            if nnodes > 1:
-                try:  # check with a placeholder: the address of node 0 is not known yet
-                    parse(WorkerConfig, {**section, "nnodes": nnodes, "master_addr": "node-0"})
+            section, nnodes, size = to_mapping(worker), pool.nnodes, pool.data_parallel_size
+            # Check with placeholders: addresses are not known yet.
+            split = {"nnodes": nnodes, "master_addr": "node-0"}
+            split |= {"data_parallel_size": size, "data_parallel_group": "group"}
+            split |= {"data_parallel_address": "node-0"} if size > 1 else {}
+            if nnodes > 1 or size > 1:
+                try:
+                    parse(WorkerConfig, {**section, **split})
                 except ConfigError as error:
-                    refuse(f"{at}.{role}.nnodes", error.message)
+                    key = "data_parallel_size" if size > 1 else "nnodes"
+                    refuse(f"{at}.{role}.{key}", error.message)
             workers[key] = ProcessSpec(
                 command="worker",
                 section=section,
@@ -236,6 +246,7 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
                 cpus=cpus / nnodes,
                 gpus=gpus / nnodes,
                 nnodes=nnodes,
+                ranks=size,
             )
             models[key], counts[key] = name, pool.workers
             if pool.most > pool.workers or (

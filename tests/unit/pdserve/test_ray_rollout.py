@@ -144,6 +144,16 @@ def test_a_worker_over_several_nodes_takes_its_share_of_each() -> None:
         spec_of(**ranks)
 
 
-def test_a_data_parallel_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^up\.decode\.data_parallel_size: must be 1"):
-        spec_of(up__decode__data_parallel_size=2)
+def test_each_rank_of_a_data_parallel_group_takes_the_share_of_a_worker() -> None:
+    decode = spec_of(worker__engine="vllm", up__decode__data_parallel_size=4).workers["decode"]
+    assert (decode.ranks, decode.parts, decode.bundle) == (4, 4, {"CPU": 1.0})
+    for changes, why in (
+        ({"worker__engine": "fake"}, "with the engine fake"),
+        ({"worker__kv__connector": "nixl"}, "with kv.connector nixl"),
+        (
+            {"up__decode__nnodes": 2, "up__decode__engine_args": {"tensor_parallel_size": 2}},
+            "with nnodes above 1",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"^up\.decode\.data_parallel_size: .*{why}"):
+            spec_of(up__decode__data_parallel_size=2, **{"worker__engine": "vllm"} | changes)
