@@ -125,7 +125,8 @@ class SamplingParams:
     def check_supported(self, unsupported_fields: tuple[str, ...]) -> None:
         """Raise UnsupportedField if one of these fields is set."""
         for field_name in unsupported_fields:
-            if getattr(self, field_name, None):
+            is_set = self._has_seed if field_name == "seed" else getattr(self, field_name, None)
+            if is_set:
                 text = f"'{field_name}' is not supported by the engine of this model"
                 raise UnsupportedField(text, field=field_name)
 

@@ -80,7 +80,7 @@ from workers.vllm.rank_links import RankLinks
 from workers.vllm.reasoning import set_gate
 from workers.vllm.rotary import mend_rotary
 from workers.vllm.self_test import check_computes, measure_steps
-from workers.vllm.speculation import UNSUPPORTED_FIELDS, mend_sampling
+from workers.vllm.speculation import mend_sampling, unsupported_fields
 from workers.vllm.steps import IdleSteps, StepWatch
 from workers.vllm.tokenizer import path_for_router
 
@@ -252,7 +252,10 @@ class VllmCore:
             ),
             kv=self._endpoint(),
             settings=settings_in_effect(config),
-            unsupported_fields=UNSUPPORTED_FIELDS if config.speculative_config else (),
+            unsupported_fields=unsupported_fields(
+                speculates=config.speculative_config is not None,
+                is_runner_v1_on_gpu=not (is_cpu or config.use_v2_model_runner),
+            ),
             device="cpu" if is_cpu else current_platform.get_device_name(),
             gpus=0 if is_cpu else config.parallel_config.world_size,
         )

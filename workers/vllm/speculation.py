@@ -18,11 +18,20 @@ if TYPE_CHECKING:
     import torch
 
 
-# Sampling parameters that vLLM ignores when it verifies speculative tokens. Workers register them,
-# so that the router refuses them: the decode engine would refuse only after prefill has sampled.
-UNSUPPORTED_FIELDS = ("min_p", "logit_bias")
+# Sampling parameters that vLLM ignores when it verifies speculative tokens.
+_IGNORED_FIELDS = ("min_p", "logit_bias")
 # Method -> (module that it imports, package that contains the module).
 _PACKAGES = {"ngram": ("numba", "numba"), "suffix": ("arctic_inference", "arctic-inference")}
+
+
+def unsupported_fields(*, speculates: bool, is_runner_v1_on_gpu: bool) -> tuple[str, ...]:
+    """Return the sampling parameters that an engine refuses. Workers register them, so that the
+    router refuses them: the decode engine would refuse only after prefill has sampled.
+
+    vLLM's model runner V1 on a GPU, which it takes for suffix speculation, cannot continue a seeded
+    request as one engine would: kernels decide how far a token advances the generator.
+    """
+    return (_IGNORED_FIELDS if speculates else ()) + (("seed",) if is_runner_v1_on_gpu else ())
 
 
 def check_packages(speculative_config: Mapping[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""A speculative method whose package is missing is refused before a model is loaded."""
+"""What speculation needs and excludes is refused by name."""
 
 from __future__ import annotations
 
 import pytest
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, UnsupportedField
+from pdserve.types import SamplingParams
 from workers.vllm import speculation
 
 
@@ -23,3 +24,14 @@ def test_a_missing_package_is_named(
     with pytest.raises(ConfigError, match=f"pip install {package}"):
         speculation.check_packages(config)
     speculation.check_packages({"method": "eagle"})
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_runner_v1_on_a_gpu_takes_no_seed(seed: int) -> None:
+    fields = speculation.unsupported_fields(speculates=True, is_runner_v1_on_gpu=True)
+    assert fields == ("min_p", "logit_bias", "seed")
+    with pytest.raises(UnsupportedField, match="'seed' is not supported"):
+        SamplingParams(seed=seed).check_supported(fields)
+    for without in (None, -1):
+        SamplingParams(seed=without).check_supported(fields)
+    assert speculation.unsupported_fields(speculates=False, is_runner_v1_on_gpu=False) == ()
