@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import string
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +19,22 @@ from pdserve.errors import ConfigError, InvalidRequest, UnsupportedField
 from pdserve.model.chat_template import ChatTemplate, ParserNames
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from tokenizers import AddedToken
+
+    from pdserve.model.token_cache import CachedParts
 
 _FAST, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # Below rpc.MAX_MESSAGE_BYTES, since workers send the files in one message. Published tokenizers
 # have up to 35 MB.
 MAX_FILES_BYTES = 48 << 20
+# The shortest part of a text that is cached, in characters: it costs as much as tokenising some.
+LEAST_PART = 256
+# A shorter text is not cached.
+LEAST_CACHED = 2048
+# Neither whitespace, which tokens before it may take, nor part of a word, which they may exclude.
+_CUT_BEFORE = set(string.punctuation) - {"_"}
 
 # Texts are encoded one at a time, so the library's threads would only add delay.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -162,6 +174,9 @@ class Tokenizer:
         # Length of the longest token, in characters. A text N times as long has at least N tokens.
         self.longest_token = max(map(len, fast.get_vocab()), default=1)
         self.files: Mapping[str, bytes] = {}  # the files that this was loaded from
+        self._id = os.urandom(16)  # in caches
+        self._cuts = _cuts(fast.get_added_tokens_decoder().values())
+        self._around = _around(fast)
 
     @property
     def parsers(self) -> ParserNames:
@@ -196,12 +211,30 @@ class Tokenizer:
         tokenizer.files = files
         return tokenizer
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of `text`. Raises InvalidRequest if it has a lone surrogate."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parts: CachedParts | None = None
+    ) -> tuple[int, ...]:
+        """Return the token ids of `text`, those of its parts from `parts` as far as that has them.
+        Raises InvalidRequest if it has a lone surrogate."""
         _check_unicode(text)
+        around = self._around if add_special_tokens else ((), ())
+        if parts is not None and around is not None and len(text) >= LEAST_CACHED:
+            before, after = around
+            return before + parts.encode(self._id, self._parts(text), self._encode_each) + after
         # The batch call computes no offsets, and releases the GIL.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
+
+    def _encode_each(self, texts: list[str]) -> list[list[int]]:
+        return [x.ids for x in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _parts(self, text: str) -> list[str]:
+        """Divide a text before some of the tokens in `_cuts`."""
+        at = [0]
+        for found in self._cuts.finditer(text) if self._cuts is not None else ():
+            if found.start() - at[-1] >= LEAST_PART:
+                at.append(found.start())
+        return [text[begin:end] for begin, end in zip(at, [*at[1:], len(text)], strict=True)]
 
     def encode_pair(self, pair: TextPair) -> tuple[tuple[int, ...], int]:
         """Return the token ids of both texts, and the index where the second text begins."""
@@ -255,10 +288,16 @@ class Tokenizer:
             raise UnsupportedField(text, field="tools")
 
     def encode_chat(
-        self, chat: Conversation, *, add_special_tokens: bool = False
+        self,
+        chat: Conversation,
+        *,
+        add_special_tokens: bool = False,
+        parts: CachedParts | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of the conversation, up to the start of the answer."""
-        return self.encode(self.render_chat(chat), add_special_tokens=add_special_tokens)
+        """Return the token ids of the conversation, up to the start of the answer. `parts`: as for
+        `encode`."""
+        text = self.render_chat(chat)
+        return self.encode(text, add_special_tokens=add_special_tokens, parts=parts)
 
 
 class MistralTokenizer(Tokenizer):
@@ -283,7 +322,9 @@ class MistralTokenizer(Tokenizer):
             self._mistral = mistral.MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
         self.longest_token = max(map(len, self._mistral.instruct_tokenizer.tokenizer.vocab()))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parts: CachedParts | None = None
+    ) -> tuple[int, ...]:
         _check_unicode(text)
         tokenizer = self._mistral.instruct_tokenizer.tokenizer
         return tuple(tokenizer.encode(text, bos=add_special_tokens, eos=False))
@@ -298,7 +339,11 @@ class MistralTokenizer(Tokenizer):
         return tokenizer.decode(list(token_ids), special_token_policy=SpecialTokenPolicy.KEEP)
 
     def encode_chat(
-        self, chat: Conversation, *, add_special_tokens: bool = False
+        self,
+        chat: Conversation,
+        *,
+        add_special_tokens: bool = False,
+        parts: CachedParts | None = None,
     ) -> tuple[int, ...]:
         from mistral_common.exceptions import MistralCommonException
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
@@ -331,6 +376,45 @@ class MistralTokenizer(Tokenizer):
             raise InvalidRequest(
                 f"Mistral's tokenizer refuses these messages: {error}", field="messages"
             ) from error
+
+
+def _cuts(added: Iterable[AddedToken]) -> re.Pattern[str] | None:
+    """Return a pattern that finds the added tokens before which a text may be cut, or None without
+    any: the token ids of both parts are then those of the whole.
+
+    The library divides a text at its added tokens before it does anything else, and handles what
+    lies between them piece by piece. It looks for them from left to right, the longest first. So a
+    token is one wherever its text stands, unless that may be part of another added token, or
+    depends on what stands beside it.
+    """
+    first = [x for x in added if x.content and not x.normalized]
+    # What may follow the first character of an added token within it, by its own first character.
+    inner: dict[str, list[str]] = {}
+    for token in first:
+        for start in range(1, len(token.content)):
+            inner.setdefault(token.content[start], []).append(token.content[start:])
+    found = []
+    for token in first:
+        text = token.content
+        is_alone = not (
+            any(x.startswith(text) or text.startswith(x) for x in inner.get(text[0], ()))
+            or any(x.content.startswith(text) for x in first if x is not token)
+        )
+        is_plain = not (token.lstrip or token.rstrip or token.single_word)
+        if is_alone and is_plain and text[0] in _CUT_BEFORE:
+            found.append(re.escape(text))
+    return re.compile("|".join(found)) if found else None
+
+
+def _around(fast: FastTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the token ids that the tokenizer puts before and after each text, or None if it does
+    something else to it."""
+    plain, whole = (tuple(fast.encode("a", add_special_tokens=x).ids) for x in (False, True))
+    for size in range(len(whole) - len(plain) + 1):
+        before, after = whole[:size], whole[size + len(plain) :]
+        if plain and before + plain + after == whole and not {*plain} & {*before, *after}:
+            return before, after
+    return None
 
 
 def _shares(sizes: Sequence[int], room: int) -> list[int]:

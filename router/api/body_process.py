@@ -21,10 +21,11 @@ from msgspec import Struct
 
 from pdserve.errors import ErrorInfo, InvalidRequest, Overloaded, from_info
 from router.api.dialects.fields import Names, read
+from router.api.preprocess import NoTokenizer
 from router.operations.rendering import ImagePrompt  # noqa: TC001 - msgspec reads it
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from pdserve.model.tokenizer import Tokenizer
     from pdserve.types import ModelInfo
@@ -38,7 +39,9 @@ LARGE_BODY_BYTES = 64 << 10
 # For one body, including the start of the process. 8 MiB of text take 7 s on a slow core.
 TIMEOUT_S = 30.0
 MEMORY_MIB = 2048
-IDLE_S = 60.0
+# Longer than an agent's tools usually take: its next turn finds its token ids here.
+IDLE_S = 600.0
+_LEFT_S = 1.0  # for a body whose client has left
 MAX_WAITING_BYTES = 128 << 20  # of all queued bodies
 _MAX_REPLY_BYTES = 128 << 20
 _TRIES = 2
@@ -49,8 +52,8 @@ GENERATE = "GenerateRequest"  # Job.kind of a gRPC request
 
 class Job(Struct):
     """A body to read. `kind`: name of its class. `previous`: JSON of the previous response's items.
-    `tokenizer`: digest, "" for none. `files`: the tokenizer's, empty if the process has loaded
-    it."""
+    `tokenizer`: its digest. `files`: the tokenizer's, empty if the process has loaded it, or has
+    not yet asked for it. `tenant`: of the client."""
 
     kind: str
     data: bytes
@@ -62,13 +65,15 @@ class Job(Struct):
     modalities: dict[str, int]
     tokenizer: str
     files: dict[str, bytes]
+    tenant: str
 
 
 class Done(Struct):
     """Result of a job. `body`: the body without its prompts, or the whole response of an endpoint
     that only tokenises. `tokens`: 32-bit token ids of each prompt. `images`: a prompt with images,
     in place of its tokens. `second_at`, `order`: as in embeddings.Inputs. `items`: JSON of the
-    items of a Responses request."""
+    items of a Responses request. `wants_tokenizer`: the body has text, and the process has no
+    tokenizer of its model: send the files."""
 
     body: bytes = b""
     tokens: list[bytes] = []
@@ -77,6 +82,7 @@ class Done(Struct):
     order: list[int] = []
     items: bytes = b""
     error: ErrorInfo | None = None
+    wants_tokenizer: bool = False
 
 
 def unpack(done: Done) -> list[tuple[int, ...]]:
@@ -122,18 +128,17 @@ class BodyProcess:
         kind: str,
         data: bytes,
         model: ModelInfo,
-        tokenizer: Tokenizer | None,
+        load: Callable[[], Awaitable[Tokenizer | None]],
         previous: bytes = b"",
+        tenant: str = "",
     ) -> Done:
-        """Read a body in the process. `kind` and `previous` are fields of Job. Raises the same
-        ClientError as the router's own reader, InvalidRequest if reading takes too much time or
-        memory, and Overloaded if too many bytes are queued."""
+        """Read a body in the process. `kind`, `previous` and `tenant` are fields of Job. `load`
+        returns the model's tokenizer, which bodies of token ids do not need, or None if it cannot
+        be loaded. Raises the same ClientError as the router's own reader, InvalidRequest if reading
+        takes too much time or memory, and Overloaded if too many bytes are queued."""
         size = len(data) + len(previous)
         if self._waiting + size > MAX_WAITING_BYTES:
             raise Overloaded("too many large bodies wait to be read", retry_after_s=1.0)
-        digest, files = (
-            ("", {}) if tokenizer is None else (model.tokenizer or model.name, tokenizer.files)
-        )
         job = Job(
             kind=kind,
             data=data,
@@ -143,13 +148,21 @@ class BodyProcess:
             vocab_size=model.vocab_size,
             cross_encoder=model.cross_encoder,
             modalities=dict(model.modalities),
-            tokenizer=digest,
-            files=dict(files),
+            tokenizer=model.tokenizer or model.name,
+            files={},
+            tenant=tenant,
         )
         self._waiting += size
         try:
             async with self._turn:
                 done = await self._read(job)
+            if done.wants_tokenizer:
+                tokenizer = await load()
+                if tokenizer is None:
+                    raise NoTokenizer(model)
+                job.files = dict(tokenizer.files)
+                async with self._turn:
+                    done = await self._read(job)
         finally:
             self._waiting -= size
         if done.error is not None:
@@ -159,17 +172,22 @@ class BodyProcess:
     async def _read(self, job: Job) -> Done:
         if self._idle is not None:
             self._idle.cancel()
-        if job.tokenizer not in self._known and len(self._known) == _MAX_TOKENIZERS:
-            await self._end()
         files = job.files
+        if files and job.tokenizer not in self._known and len(self._known) == _MAX_TOKENIZERS:
+            await self._end()
         for _ in range(_TRIES):
             if self._process is None:
                 await self._start()
             job.files = {} if job.tokenizer in self._known else files
-            done: Done | None = None
+            asking = asyncio.create_task(self._ask(job))
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    done = await self._ask(job)
+                    return await asyncio.shield(asking)
+            except asyncio.CancelledError:
+                # The client has left. The process has the token ids of many conversations: let it
+                # finish.
+                await asyncio.wait([asking], timeout=_LEFT_S)
+                raise
             except TimeoutError:
                 self._metrics.count("body_process_failures")
                 raise InvalidRequest(
@@ -179,13 +197,10 @@ class BodyProcess:
                 self._metrics.count("body_process_failures")
                 logger.warning("the process for large bodies has failed: %r", error)
             finally:
-                # Also if the client has left: the next job must not read this job's reply.
-                if done is None:
+                # The next job must not read this job's reply.
+                if not asking.done() or asking.exception() is not None:
+                    asking.cancel()
                     await self._end()
-            if done is not None:
-                self._known.add(job.tokenizer)
-                self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._kill)
-                return done
         raise InvalidRequest("reading the body ended the process for large bodies")
 
     async def _start(self) -> None:
@@ -210,7 +225,11 @@ class BodyProcess:
         size = int.from_bytes(await process.stdout.readexactly(8))
         if size > _MAX_REPLY_BYTES:
             raise msgspec.DecodeError(f"a reply of {size} bytes")
-        return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Done)
+        done = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Done)
+        if job.files:
+            self._known.add(job.tokenizer)
+        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._kill)
+        return done
 
     def _kill(self) -> asyncio.subprocess.Process | None:
         process, self._process = self._process, None
@@ -245,9 +264,11 @@ class LargeBodies:
         thread, so that the event loop can run between several of them."""
         return await self._preprocessor.run(len(data), partial(read, Names, data))
 
-    async def read(self, kind: str, data: bytes, name: str | None, previous: bytes = b"") -> Done:
-        """Read a body for the model or adapter `name`. Raises as `BodyProcess.read` does, and as
-        `Preprocessor.find_when_ready`."""
+    async def read(
+        self, kind: str, data: bytes, name: str | None, tenant: str, previous: bytes = b""
+    ) -> Done:
+        """Read a body of a tenant for the model or adapter `name`. Raises as `BodyProcess.read`
+        does, and as `Preprocessor.find_when_ready`."""
         model = await self._preprocessor.find_when_ready(name or "")
-        tokenizer = await self._preprocessor.tokenizer_or_none(model)
-        return await self._process.read(kind, data, model, tokenizer, previous)
+        load = partial(self._preprocessor.tokenizer_or_none, model)
+        return await self._process.read(kind, data, model, load, previous, tenant)

@@ -189,7 +189,7 @@ class GenerationApi:
                 body.put_before(previous)
                 body.conversation = conversation
                 return ReadBody(body, charge)
-        done = await self._large.read(kind.__name__, data, names.model, previous)
+        done = await self._large.read(kind.__name__, data, names.model, tenant, previous)
         body = await self._preprocessor.run(len(done.body), partial(read, kind, done.body))
         if isinstance(body, ResponsesRequest):
             body.conversation = conversation

@@ -90,7 +90,7 @@ class GenerationService(GenerationServicer):
                     raise ModelNotFound(text, field="adapter")
             size, images = request.ByteSize(), _image_bytes(request)
             with self._door.charge(tenant, size, images=images):
-                parsed = await self._read(request, timeout_s=context.time_remaining())
+                parsed = await self._read(request, tenant, context.time_remaining())
                 session = _metadata(context, "x-session-id") or ""
                 parsed.session = check_session_id(session, field="x-session-id")
                 made = await self._preprocessor.prepare(
@@ -102,14 +102,16 @@ class GenerationService(GenerationServicer):
             self._open_requests.claim(open_request, tenant, name, resumes)
             await self._answer(made, context)
 
-    async def _read(self, request: g.GenerateRequest, *, timeout_s: float | None) -> ParsedRequest:
+    async def _read(
+        self, request: g.GenerateRequest, tenant: str, timeout_s: float | None
+    ) -> ParsedRequest:
         if request.ByteSize() <= self._large.larger_than:
             return read_request(request, timeout_s=timeout_s)
         data, kind = request.SerializeToString(), request.WhichOneof("prompt")
         if kind is not None:
             request.ClearField(kind)
             check_rest(request.ByteSize())
-        done = await self._large.read(GENERATE, data, request.adapter or request.model)
+        done = await self._large.read(GENERATE, data, request.adapter or request.model, tenant)
         match kind:  # a placeholder prompt: some fields are valid with one kind of prompt only
             case "messages":
                 request.messages.messages.add(role="user", content="-")

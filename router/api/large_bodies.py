@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from pdserve.errors import ErrorInfo, InternalError, InvalidRequest, PdserveError
+from pdserve.model.token_cache import TokenCache
 from pdserve.model.tokenizer import Conversation, Tokenizer
 from pdserve.types import ModelInfo
 from pdserve.v1 import generation_pb2 as g
@@ -33,8 +34,8 @@ from router.api.dialects.responses import ResponsesRequest
 from router.api.dialects.tokens import DetokenizeRequest, TokenizeRequest
 from router.api.grpc_requests import read_request
 from router.api.preprocess import (
+    NoTokenizer,
     ParsedRequest,
-    no_tokenizer,
     prompt_tokens,
     prompt_with_images,
 )
@@ -45,9 +46,11 @@ logger = logging.getLogger(__name__)
 _KINDS = {x.body.__name__: x.body for x in ROUTES if x.body is not None}
 _TOKENIZER_KINDS = (TokenizeRequest, DetokenizeRequest, CountTokensRequest)
 _NICE = 5
+# Token ids of 300 conversations of 100,000 tokens.
+_TOKEN_CACHE_BYTES = 128 << 20
 
 
-def read_large(job: Job, tokenizer: Tokenizer | None) -> Done:
+def read_large(job: Job, tokenizer: Tokenizer | None, cache: TokenCache) -> Done:
     """Read and tokenise the body of a job. Raises ClientError naming the field, and Unavailable for
     text without a tokenizer."""
     model = ModelInfo(
@@ -61,13 +64,13 @@ def read_large(job: Job, tokenizer: Tokenizer | None) -> Done:
     )
     if job.kind == GENERATE:
         parsed = read_request(g.GenerateRequest.FromString(job.data), timeout_s=None)
-        return _prompts([parsed], tokenizer, model)
+        return _prompts([parsed], tokenizer, model, job.tenant, cache)
     kind = _KINDS[job.kind]
     body: Any = read(kind, job.data)
     if kind in _TOKENIZER_KINDS:
         if tokenizer is None:
-            raise no_tokenizer(model)
-        found = body.answer(tokenizer, model)
+            raise NoTokenizer(model)
+        found = body.answer(tokenizer, model, cache.of(job.tenant))
         return Done(found) if isinstance(found, bytes) else Done(images=found)
     if isinstance(body, PoolingBody):
         inputs = tokenised(body, tokenizer, model)
@@ -78,21 +81,28 @@ def read_large(job: Job, tokenizer: Tokenizer | None) -> Done:
     if isinstance(body, ResponsesRequest):
         body.put_before(job.previous)
         items = body.stored_items
-    done = _prompts(body.parse(""), tokenizer, model)
+    done = _prompts(body.parse(""), tokenizer, model, job.tenant, cache)
     done.body, done.items = encode(body.without_prompt()), items
     check_rest(len(done.body))
     return done
 
 
-def _prompts(parsed: list[ParsedRequest], tokenizer: Tokenizer | None, model: ModelInfo) -> Done:
+def _prompts(
+    parsed: list[ParsedRequest],
+    tokenizer: Tokenizer | None,
+    model: ModelInfo,
+    tenant: str,
+    cache: TokenCache,
+) -> Done:
     """Tokenise all prompts, or check one with images."""
     chat = parsed[0].prompt
     if isinstance(chat, Conversation) and chat.images:
         if tokenizer is None:
-            raise no_tokenizer(model)
+            raise NoTokenizer(model)
         add, field = parsed[0].add_special_tokens, parsed[0].prompt_field
         return Done(images=prompt_with_images(chat, tokenizer, model, add, field=field))
-    return Done(tokens=[_pack(prompt_tokens(one, tokenizer, model)) for one in parsed])
+    parts = cache.of(tenant, parsed[0].cache_salt)  # all are of one body
+    return Done(tokens=[_pack(prompt_tokens(one, tokenizer, model, parts)) for one in parsed])
 
 
 def _pack(tokens: tuple[int, ...]) -> bytes:
@@ -100,14 +110,17 @@ def _pack(tokens: tuple[int, ...]) -> bytes:
 
 
 class _Reader:
-    """Executes jobs. State: the loaded tokenizers, by digest."""
+    """Executes jobs. State: the loaded tokenizers, by digest, and the token ids of texts."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._cache = TokenCache(_TOKEN_CACHE_BYTES)
 
     def read(self, job: Job) -> Done:
         try:
-            return read_large(job, self._tokenizer(job))
+            return read_large(job, self._tokenizer(job), self._cache)
+        except NoTokenizer:
+            return Done(wants_tokenizer=True)
         except PdserveError as error:
             return Done(
                 error=ErrorInfo(
@@ -122,11 +135,9 @@ class _Reader:
             return Done(error=ErrorInfo(InternalError.code, text))
 
     def _tokenizer(self, job: Job) -> Tokenizer | None:
-        if not job.tokenizer:
-            return None
-        if job.tokenizer not in self._tokenizers:
+        if job.files and job.tokenizer not in self._tokenizers:
             self._tokenizers[job.tokenizer] = Tokenizer.load(job.files)
-        return self._tokenizers[job.tokenizer]
+        return self._tokenizers.get(job.tokenizer)
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class PoolingApi:
         with self._door.charge(origin.tenant, len(data)):
             if len(data) > self._large.larger_than:
                 model = self._model((await self._large.names(data)).model, kind)
-                done = await self._large.read(kind.__name__, data, model.name)
+                done = await self._large.read(kind.__name__, data, model.name, origin.tenant)
                 body = read(kind, done.body)
                 inputs = Inputs(unpack(done), done.second_at, done.order)
             else:

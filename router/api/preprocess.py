@@ -21,6 +21,7 @@ from pdserve.errors import (
     Unavailable,
     UnsupportedField,
 )
+from pdserve.model.token_cache import TokenCache
 from pdserve.model.tokenizer import Conversation, TextPair
 from pdserve.types import Constraint, GenerateRequest, Parsing, SamplingParams, ServiceClass
 from router.api.images import image_prompt
@@ -29,6 +30,7 @@ from router.request.constraints import check_constraint
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 
+    from pdserve.model.token_cache import CachedParts
     from pdserve.model.tokenizer import Tokenizer
     from pdserve.types import Adapter, MediaItem, ModelInfo, StructuredOutput
     from router.fleet.on_demand import OnDemandModels
@@ -41,6 +43,8 @@ T = TypeVar("T")
 # Longer texts are tokenised in a thread, so that they do not delay the tokens of other streams.
 INLINE_CHARS = 2048
 _THREADS = 2
+# Token ids of the conversations that are tokenised in the router: bodies of up to 64 KiB.
+TOKEN_CACHE_BYTES = 16 << 20
 # Cost of rendering one message without text, in characters of text.
 _CHARS_OF_MESSAGE = 128
 # Logprobs of one prompt, including alternatives: more would delay the tokens of other streams.
@@ -177,6 +181,7 @@ class Preprocessor:
         self._render = render
         self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}  # by digest
         self._preloaded: set[str] = set()
+        self._token_cache = TokenCache(TOKEN_CACHE_BYTES)
         # Not the loop's default executor, where long prompts would delay uploads and DNS lookups.
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenise")
 
@@ -206,7 +211,7 @@ class Preprocessor:
         if prompt is None:
             images = parsed.images or await self._images_of(parsed, model)
             if images is None:
-                prompt = await self._tokenise(parsed, model)
+                prompt = await self._tokenise(parsed, model, tenant)
             else:
                 began = self._now()
                 prompt, media = await self._render(images, model, until)
@@ -337,7 +342,9 @@ class Preprocessor:
         """Return the token ids of a prompt with images. Raises as ImageRenderer.render."""
         return (await self._render(prompt, model, self._now() + self._timeout_s)).token_ids
 
-    async def _tokenise(self, parsed: ParsedRequest, model: ModelInfo) -> tuple[int, ...]:
+    async def _tokenise(
+        self, parsed: ParsedRequest, model: ModelInfo, tenant: str
+    ) -> tuple[int, ...]:
         """Return the prompt's token ids."""
         prompt, field = parsed.prompt, parsed.prompt_field
         if isinstance(prompt, tuple):
@@ -347,8 +354,11 @@ class Preprocessor:
         chars = _check_length(prompt, tokenizer, model, field=field)
         if isinstance(prompt, Conversation):
             chars += len(prompt.messages) * _CHARS_OF_MESSAGE
+        # Shorter ones cost less than to look for their parts.
+        parts = self.parts_of(tenant, parsed.cache_salt) if chars > INLINE_CHARS else None
         add = parsed.add_special_tokens
-        tokens = await self.run(chars, partial(_encode, prompt, tokenizer, add, field=field))
+        work = partial(_encode, prompt, tokenizer, add, parts, field=field)
+        tokens = await self.run(chars, work)
         check_ids(tokens, model, field=field)
         return tokens
 
@@ -357,6 +367,10 @@ class Preprocessor:
         if size <= INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def parts_of(self, tenant: str, salt: str = "") -> CachedParts:
+        """Return the tenant's texts whose token ids are known here."""
+        return self._token_cache.of(tenant, salt)
 
     async def text(self, token_ids: Sequence[int], model: ModelInfo) -> str:
         """Return the text of token ids."""
@@ -392,11 +406,14 @@ class Preprocessor:
         except (ConfigError, Unavailable) as error:
             self._tokenizers.pop(model.tokenizer, None)
             logger.error("tokenizer of model %s: %s", model.name, error)
-            raise no_tokenizer(model) from error
+            raise NoTokenizer(model) from error
 
 
-def no_tokenizer(model: ModelInfo) -> Unavailable:
-    return Unavailable(f"the router has no tokenizer of model {model.name}; send token ids")
+class NoTokenizer(Unavailable):
+    """Raised for a text if the tokenizer of its model cannot be loaded."""
+
+    def __init__(self, model: ModelInfo) -> None:
+        super().__init__(f"the router has no tokenizer of model {model.name}; send token ids")
 
 
 def prompt_with_images(
@@ -415,16 +432,17 @@ def prompt_with_images(
 
 
 def prompt_tokens(
-    parsed: ParsedRequest, tokenizer: Tokenizer | None, model: ModelInfo
+    parsed: ParsedRequest, tokenizer: Tokenizer | None, model: ModelInfo, parts: CachedParts
 ) -> tuple[int, ...]:
     """Return the token ids of a prompt. Raises InvalidRequest naming its field."""
     prompt, field = parsed.prompt, parsed.prompt_field
     if isinstance(prompt, tuple):
         tokens = prompt
     elif tokenizer is None:
-        raise no_tokenizer(model)
+        raise NoTokenizer(model)
     else:
-        tokens = encode_prompt(prompt, tokenizer, model, parsed.add_special_tokens, field=field)
+        add = parsed.add_special_tokens
+        tokens = encode_prompt(prompt, tokenizer, model, parts, add, field=field)
     _check_context(len(tokens), model, field=field)
     check_ids(tokens, model, field=field)
     return tokens
@@ -434,6 +452,7 @@ def encode_prompt(
     prompt: str | Conversation,
     tokenizer: Tokenizer,
     model: ModelInfo,
+    parts: CachedParts,
     add_special_tokens: bool | None = None,
     *,
     field: str,
@@ -441,7 +460,7 @@ def encode_prompt(
     """Render a prompt and return its token ids. Raises InvalidRequest naming `field`; a prompt that
     cannot fit is refused before it is rendered."""
     _check_length(prompt, tokenizer, model, field=field)
-    return _encode(prompt, tokenizer, add_special_tokens, field=field)
+    return _encode(prompt, tokenizer, add_special_tokens, parts, field=field)
 
 
 def _check_length(
@@ -464,10 +483,12 @@ def _encode(
     prompt: str | Conversation,
     tokenizer: Tokenizer,
     add_special_tokens: bool | None,
+    parts: CachedParts | None,
     *,
     field: str,
 ) -> tuple[int, ...]:
-    options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+    given = {"add_special_tokens": add_special_tokens, "parts": parts}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
         if isinstance(prompt, str):
             return tokenizer.encode(prompt, **options)
@@ -493,7 +514,7 @@ def embedding_tokens(
     if isinstance(prompt, tuple) and not isinstance(prompt, TextPair):
         tokens = prompt
     elif tokenizer is None:
-        raise no_tokenizer(model)
+        raise NoTokenizer(model)
     elif truncation is not None and truncation.side is None:
         texts = prompt if isinstance(prompt, TextPair) else [prompt]
         tokens, second_at = tokenizer.encode_within(texts, truncation.most)
@@ -502,7 +523,7 @@ def embedding_tokens(
     else:
         if truncation is None:  # a text that is truncated may have any length
             _check_length(prompt, tokenizer, model, field=field)
-        tokens = _encode(prompt, tokenizer, None, field=field)
+        tokens = _encode(prompt, tokenizer, None, None, field=field)
     if truncation is not None:
         tokens, second_at = truncation(tokens, second_at)
     check_ids(tokens, model, field=field)

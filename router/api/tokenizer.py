@@ -36,19 +36,19 @@ class TokenizerApi:
         return json_response((await self._preprocessor.tokenizer(model)).info)
 
     async def tokens(self, kind: type[TokenizerBody], request: web.BaseRequest) -> web.Response:
-        data = await read_body(request)
-        self._door.charge(request[TENANT], len(data), 1, images=image_bytes(data))
+        data, tenant = await read_body(request), request[TENANT]
+        self._door.charge(tenant, len(data), 1, images=image_bytes(data))
         found: bytes | ImagePrompt
         if len(data) > self._large.larger_than:
             name = (await self._large.names(data)).model
-            done = await self._large.read(kind.__name__, data, name)
+            done = await self._large.read(kind.__name__, data, name, tenant)
             found = done.images or done.body
         else:
             body = read(kind, data)
             name = body.model
             model, _ = self._preprocessor.find(name or "")
             tokenizer = await self._preprocessor.tokenizer(model)
-            work = partial(body.answer, tokenizer, model)
+            work = partial(body.answer, tokenizer, model, self._preprocessor.parts_of(tenant))
             found = await self._preprocessor.run(len(data), work)
         if not isinstance(found, bytes):
             assert not issubclass(kind, DetokenizeRequest), "it has no images"

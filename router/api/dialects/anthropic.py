@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.errors import PdserveError
+    from pdserve.model.token_cache import CachedParts
     from pdserve.model.tokenizer import MessageImage, Tokenizer
     from pdserve.types import GenerateRequest, ModelInfo, ToolCallDelta
     from router.api.dialects.fields import Writer
@@ -249,13 +250,15 @@ class CountTokensRequest(GenerateBody, kw_only=True):
                 parallel = not self.tool_choice.disable_parallel_tool_use
         return read_tools(tools, choice, parallel)
 
-    def answer(self, tokenizer: Tokenizer, model: ModelInfo) -> bytes | ImagePrompt:
+    def answer(
+        self, tokenizer: Tokenizer, model: ModelInfo, parts: CachedParts
+    ) -> bytes | ImagePrompt:
         """Return the JSON of the answer, or a prompt that a worker must render for `counted`.
         Raises InvalidRequest naming the field."""
         chat = self.conversation()
         if chat.images:
             return prompt_with_images(chat, tokenizer, model, field="messages")
-        return self.counted(encode_prompt(chat, tokenizer, model, field="messages"), model)
+        return self.counted(encode_prompt(chat, tokenizer, model, parts, field="messages"), model)
 
     @staticmethod
     def counted(tokens: tuple[int, ...], model: ModelInfo) -> bytes:

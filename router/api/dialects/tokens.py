@@ -28,6 +28,7 @@ from router.api.dialects.fields import (
 from router.api.preprocess import check_ids, encode_prompt, prompt_with_images
 
 if TYPE_CHECKING:
+    from pdserve.model.token_cache import CachedParts
     from pdserve.model.tokenizer import Tokenizer
     from pdserve.types import ModelInfo
     from router.operations.rendering import ImagePrompt
@@ -62,14 +63,17 @@ class TokenizeRequest(Body, kw_only=True):
             refuse("messages", "cannot be combined with prompt")
         return conversation(self) if self.prompt is None else self.prompt
 
-    def answer(self, tokenizer: Tokenizer, model: ModelInfo) -> bytes | ImagePrompt:
+    def answer(
+        self, tokenizer: Tokenizer, model: ModelInfo, parts: CachedParts
+    ) -> bytes | ImagePrompt:
         """Return the JSON of the answer, or a prompt that a worker must render for `counted`.
         Raises InvalidRequest naming the field."""
         field, add = "messages" if self.prompt is None else "prompt", self.add_special_tokens
         prompt = self.content()
         if isinstance(prompt, Conversation) and prompt.images:
             return prompt_with_images(prompt, tokenizer, model, add, field=field)
-        return self.counted(encode_prompt(prompt, tokenizer, model, add, field=field), model)
+        tokens = encode_prompt(prompt, tokenizer, model, parts, add, field=field)
+        return self.counted(tokens, model)
 
     @staticmethod
     def counted(tokens: tuple[int, ...], model: ModelInfo) -> bytes:
@@ -84,7 +88,7 @@ class DetokenizeRequest(Body, kw_only=True):
     model: ModelName = None
     tokens: TokenIds
 
-    def answer(self, tokenizer: Tokenizer, model: ModelInfo) -> bytes:
+    def answer(self, tokenizer: Tokenizer, model: ModelInfo, _parts: CachedParts) -> bytes:
         """Return the JSON of the answer. Raises InvalidRequest naming the field."""
         check_ids(self.tokens, model, field="tokens")
         return encode({"prompt": tokenizer.decode(self.tokens)})

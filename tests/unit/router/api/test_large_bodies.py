@@ -22,7 +22,7 @@ from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router.api import body_process, generation
 from router.api.body_process import COMMAND, BodyProcess
 from router.api.dialects import fields as bodies
-from router.api.dialects.openai import ChatRequest
+from router.api.dialects.openai import ChatRequest, CompletionRequest
 from router.metrics import RouterMetrics
 from tests.support.router_apis import (
     CHAT,
@@ -191,13 +191,26 @@ class Ask:
 
     def __init__(self, process: BodyProcess, model: ModelInfo, tokenizer: Tokenizer) -> None:
         self.process, self._model, self._tokenizer = process, model, tokenizer
+        self.loads = 0
 
     async def __call__(self, text: str = "hi", **more: Any) -> int:
         """Return the number of tokens."""
         body = chat(messages=[{"role": "user", "content": text}], **more)
         data = json.dumps(body).encode()
-        done = await self.process.read(ChatRequest.__name__, data, self._model, self._tokenizer)
+        return await self._read(ChatRequest.__name__, data)
+
+    async def of_ids(self, token_ids: list[int]) -> int:
+        """Return the number of tokens of a completion's prompt."""
+        data = json.dumps({"model": MODEL, "prompt": token_ids}).encode()
+        return await self._read(CompletionRequest.__name__, data)
+
+    async def _read(self, kind: str, data: bytes) -> int:
+        done = await self.process.read(kind, data, self._model, self._load)
         return len(done.tokens[0]) // 4
+
+    async def _load(self) -> Tokenizer:
+        self.loads += 1
+        return self._tokenizer
 
     @property
     def pid(self) -> int:
@@ -228,6 +241,15 @@ async def test_a_process_that_dies_is_replaced_and_its_body_tried_again(make_ask
     await asyncio.sleep(0)
     os.kill(ask.pid, signal.SIGKILL)
     assert await asyncio.wait_for(asking, WAIT_S) == tokens
+
+
+async def test_only_text_needs_a_tokenizer(make_ask: Any) -> None:
+    ask = await make_ask()
+    assert await ask.of_ids([1, 2, 3]) == 3
+    assert not ask.loads
+    assert await ask() > 0
+    assert await ask() > 0
+    assert ask.loads == 1
 
 
 DIES_TWICE = """
@@ -273,10 +295,15 @@ async def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_
     assert await ask() > 0
 
 
-async def test_a_client_that_leaves_ends_the_process(make_ask: Any) -> None:
+async def test_a_client_that_leaves_ends_the_process_only_if_that_is_slow(make_ask: Any) -> None:
     ask = await make_ask()
     await ask()
     pid = ask.pid
+    leaving = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert await ask() > 0
+    assert ask.pid == pid
     os.kill(pid, signal.SIGSTOP)
     asking = asyncio.create_task(ask())
     await asyncio.sleep(0)

@@ -127,9 +127,9 @@ async def test_only_long_prompts_are_tokenised_in_a_thread(
     threads: list[int] = []
     encode = Tokenizer.encode
 
-    def spy(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    def spy(self: Tokenizer, text: str, **options: Any) -> tuple[int, ...]:
         threads.append(threading.get_ident())
-        return encode(self, text, add_special_tokens=add_special_tokens)
+        return encode(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", spy)
     info = model("a", model_dir, max_model_len=10 * INLINE_CHARS)

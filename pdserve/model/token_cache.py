@@ -1,0 +1,119 @@
+"""Token ids of the parts of long texts, so that a conversation's next turn tokenises only what is
+new.
+
+`Tokenizer.encode` divides a text before added tokens such as `<|im_start|>`, where tokenising the
+parts one by one gives the same as tokenising the whole. A part is found by a digest of its text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# 160 bits of a cryptographic hash: nobody can make two texts that are taken for one another.
+_DIGEST_BYTES = 20
+# Of a part beside its token ids: the digest, and what Python keeps for each of both.
+_ENTRY_BYTES = 240
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Token ids (32 bits each) of one tenant's parts, the least recently used first."""
+
+    parts: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
+    size: int = 0
+
+
+class TokenCache:
+    """Token ids of texts, at most `most_bytes` of them. May be used by several threads.
+
+    A tenant cannot learn from the time of a request whether another one sent the same text: each
+    has its own parts, and so has each cache salt of a tenant. What is too much is dropped from the
+    tenant that has most, so that one tenant cannot displace the parts of the others.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._size = 0
+        self._tenants: dict[str, _Kept] = {}
+        self._lock = Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes in use."""
+        return self._size
+
+    def of(self, tenant: str, salt: str = "") -> CachedParts:
+        """Return the parts of a tenant's requests with this cache salt."""
+        return CachedParts(self, tenant, salt)
+
+    def find(self, tenant: str, digests: Sequence[bytes]) -> list[bytes | None]:
+        with self._lock:
+            kept = self._tenants.get(tenant)
+            if kept is None:
+                return [None] * len(digests)
+            found = [kept.parts.get(digest) for digest in digests]
+            for digest, tokens in zip(digests, found, strict=True):
+                if tokens is not None:
+                    kept.parts.move_to_end(digest)
+            return found
+
+    def add(self, tenant: str, parts: dict[bytes, bytes]) -> None:
+        with self._lock:
+            kept = self._tenants.setdefault(tenant, _Kept())
+            for digest, tokens in parts.items():
+                if digest not in kept.parts:
+                    kept.parts[digest] = tokens
+                    kept.size += len(tokens) + _ENTRY_BYTES
+                    self._size += len(tokens) + _ENTRY_BYTES
+            while self._size > self._most:
+                self._drop_one()
+
+    def _drop_one(self) -> None:
+        name, kept = max(self._tenants.items(), key=lambda x: x[1].size)
+        _, tokens = kept.parts.popitem(last=False)
+        kept.size -= len(tokens) + _ENTRY_BYTES
+        self._size -= len(tokens) + _ENTRY_BYTES
+        if not kept.parts:
+            del self._tenants[name]
+
+
+class CachedParts:
+    """The cached parts of one tenant and cache salt."""
+
+    def __init__(self, cache: TokenCache, tenant: str, salt: str) -> None:
+        self._cache, self._tenant = cache, tenant
+        self._salt = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+
+    def encode(
+        self,
+        tokenizer: bytes,
+        parts: Sequence[str],
+        encode: Callable[[list[str]], Sequence[Sequence[int]]],
+    ) -> tuple[int, ...]:
+        """Return the token ids of all parts. `tokenizer`: at most 64 bytes that identify it.
+        `encode` returns the token ids of those that are not cached."""
+        salted = blake2b(self._salt, digest_size=_DIGEST_BYTES, key=tokenizer)
+        digests = []
+        for part in parts:
+            digest = salted.copy()
+            digest.update(part.encode())
+            digests.append(digest.digest())
+        found = self._cache.find(self._tenant, digests)
+        known = dict(zip(digests, found, strict=True))
+        new = {x: part for x, part in zip(digests, parts, strict=True) if known[x] is None}
+        if new:
+            made = encode(list(new.values()))
+            packed = {x: np.array(y, "<u4").tobytes() for x, y in zip(new, made, strict=True)}
+            self._cache.add(self._tenant, packed)
+            known |= packed
+        tokens = b"".join([known[digest] or b"" for digest in digests])
+        return tuple(np.frombuffer(tokens, "<u4").tolist())
