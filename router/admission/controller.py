@@ -206,7 +206,7 @@ class AdmissionController:
         if entry.is_queued:
             now = self._now()
             model.in_turn = None
-            model.queue.admitted(entry)
+            model.queue.admitted(entry, now)
             model.rate.admitted(entry.work_tokens, now)
             self._dequeued(model, entry, now)
             # Models that admitted a request go to the end, so that none takes all the capacity.

@@ -8,6 +8,10 @@ and a smaller one behind it gets the next turn.
 2. Within a class, tenants share by weight: start-time fair queueing over predicted tokens (Goyal,
    Vin and Cheng, 1996).
 3. Within a tenant, the request with the lowest (priority, due time, arrival) goes first.
+4. Of a session, one request at a time takes part in this. The next one counts as if it had arrived
+   when the one before it was admitted. So an agent that asks for fifty answers at once is served as
+   often as another one that waits for each, and nobody gains by naming a session, or another one
+   for every request. A request without a session is one by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import chain, count, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -81,9 +85,11 @@ class Entry:
     turn: asyncio.Future[None] | None = None
     rank: tuple[int, float, int] = (0, 0.0, 0)
 
-    def rank_at(self, arrival: int) -> tuple[int, float, int]:
-        """Return the order within a tenant. Short prompts are due sooner."""
-        due = self.arrived + DUE_S_PER_PROMPT_TOKEN * self.prompt_tokens
+    def rank_at(self, arrival: int, since: float | None = None) -> tuple[int, float, int]:
+        """Return the order within a tenant. Short prompts are due sooner. `since`: when it counts
+        as having arrived, if that is not when it did."""
+        begins = self.arrived if since is None else since
+        due = begins + DUE_S_PER_PROMPT_TOKEN * self.prompt_tokens
         return self.request.priority, min(due, self.latest_start), arrival
 
     @property
@@ -114,16 +120,72 @@ class Entry:
 
 @dataclass(slots=True)
 class _Line:
-    """Queued requests of one tenant and class, in order of rank. `start`: virtual start time of the
-    first one."""
+    """Queued requests of one tenant and class. Those behind others of their session come last.
+
+    `start`: virtual start time of the first one. `first`: the first request of each session, in
+    order of rank. `heads`: the same by session, without those that have none. `behind`: the other
+    requests of a session, in order of rank.
+    """
 
     weight: float
     start: float = 0.0
-    entries: list[Entry] = field(default_factory=list)
+    first: list[Entry] = field(default_factory=list)
+    heads: dict[str, Entry] = field(default_factory=dict)
+    behind: dict[str, list[Entry]] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from self.first
+        for entries in self.behind.values():
+            yield from entries
 
     @property
     def work_tokens(self) -> int:
-        return sum(entry.work_tokens for entry in self.entries)
+        return sum(entry.work_tokens for entry in self)
+
+    def add(self, entry: Entry) -> None:
+        session = entry.request.session
+        head = self.heads.get(session)
+        if head is not None:
+            first, second = sorted((head, entry), key=_rank)
+            insort(self.behind.setdefault(session, []), second, key=_rank)
+            if first is head:
+                return
+            self._drop(self.first, head)
+        if session:
+            self.heads[session] = entry
+        insort(self.first, entry, key=_rank)
+
+    def remove(self, entry: Entry, admitted_at: float | None = None) -> None:
+        """Remove a request: it gave up, or was admitted."""
+        session = entry.request.session
+        queued = self.behind.get(session, [])
+        if self.heads.get(session, entry) is not entry:
+            self._drop(queued, entry)
+        else:
+            self._drop(self.first, entry)
+            self.heads.pop(session, None)
+            if queued:
+                head = self.heads[session] = queued.pop(0)
+                if admitted_at is not None:
+                    head.rank = head.rank_at(head.rank[-1], admitted_at)
+                insort(self.first, head, key=_rank)
+        if not queued:
+            self.behind.pop(session, None)
+
+    @staticmethod
+    def _drop(entries: list[Entry], entry: Entry) -> None:
+        del entries[bisect_left(entries, entry.rank, key=_rank)]
+
+    def work_before(self, entry: Entry) -> int:
+        """Return the tokens of the requests that would be admitted before `entry`."""
+        session = entry.request.session
+        if session not in self.heads:
+            position = bisect_left(self.first, entry.rank_at(-1), key=_rank)
+            return sum(x.work_tokens for x in self.first[:position])
+        # Each other session has as many turns as this one before it comes to `entry`.
+        turns = 1 + len(self.behind.get(session, ()))
+        others = (x for queued in self.behind.values() for x in queued[:turns])
+        return sum(x.work_tokens for x in chain(self.first, others))
 
 
 class ModelQueue:
@@ -145,37 +207,36 @@ class ModelQueue:
         return self._size
 
     def _waiting(self, service_class: ServiceClass) -> list[_Line]:
-        lines = [line for line in self._lines[service_class].values() if line.entries]
+        lines = [line for line in self._lines[service_class].values() if line.first]
         return sorted(lines, key=attrgetter("start"))
 
     def push(self, entry: Entry) -> None:
         entry.rank = entry.rank_at(next(self._arrivals))
         request, lines = entry.request, self._lines[entry.request.service_class]
         line = lines.setdefault(request.tenant, _Line(entry.account.weight))
-        if not line.entries:
+        if not line.first:
             # A tenant earns no credit while it has nothing queued.
             line.start = max(self._virtual[request.service_class], line.start)
-        insort(line.entries, entry, key=_rank)
+        line.add(entry)
         entry.is_queued = True
         self._size += 1
         # It may fit where the requests before it do not.
         self._is_scanned &= any(map(entry.is_behind, self._blocked))
 
-    def remove(self, entry: Entry) -> None:
-        """Remove a request that gave up or was rejected."""
+    def remove(self, entry: Entry, admitted_at: float | None = None) -> None:
+        """Remove a request that gave up or was rejected, or was admitted at a time."""
         if entry in self._blocked:
             # Those behind it may fit.
             self._blocked.remove(entry)
             self._is_scanned = False
         kind, lines = entry.request.service_class, self._lines[entry.request.service_class]
-        entries = lines[entry.request.tenant].entries
-        del entries[bisect_left(entries, entry.rank, key=_rank)]
+        lines[entry.request.tenant].remove(entry, admitted_at)
         entry.is_queued = False
         self._size -= 1
-        if not any(line.entries for line in lines.values()):
+        if not any(line.first for line in lines.values()):
             self._virtual[kind] = max(line.start for line in lines.values())
 
-    def admitted(self, entry: Entry) -> None:
+    def admitted(self, entry: Entry, now: float) -> None:
         """Remove a request that was admitted, and charge its tenant."""
         for other in takewhile(lambda x: x is not entry, self.in_order()):
             # A request without an adapter takes nothing from those that wait for the slot of
@@ -186,7 +247,7 @@ class ModelQueue:
         self._virtual[kind] = max(self._virtual[kind], self._waiting(kind)[0].start)
         line = self._lines[kind][entry.request.tenant]
         line.start += entry.work_tokens / line.weight
-        self.remove(entry)
+        self.remove(entry, now)
         if entry.is_batch:
             self._run = 0
         elif self._waiting(ServiceClass.BATCH):
@@ -198,7 +259,7 @@ class ModelQueue:
             classes.insert(0 if self._run >= INTERACTIVE_RUN else 1, ServiceClass.BATCH)
         for service_class in classes:
             for line in self._waiting(service_class):
-                yield from line.entries
+                yield from line
 
     def next_turn(self, *, with_batch: bool = True) -> Entry | None:
         """Return the first request that may fit. Return None if all are blocked or behind one that
@@ -244,8 +305,7 @@ class ModelQueue:
         mine = self._lines[entry.request.service_class].get(entry.request.tenant)
         if mine is None:
             return 0.0
-        position = bisect_left(mine.entries, entry.rank_at(-1), key=_rank)
-        own = sum(x.work_tokens for x in mine.entries[:position])
+        own = mine.work_before(entry)
         others = [x for x in self._waiting(entry.request.service_class) if x is not mine]
         return own + sum(min(x.work_tokens, own * x.weight / mine.weight) for x in others)
 

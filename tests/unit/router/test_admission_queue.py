@@ -49,6 +49,7 @@ entries = st.lists(
         arrived=st.floats(0, 10),
         priority=st.integers(-2, 2),
         service_class=st.sampled_from(ServiceClass),
+        session=st.sampled_from(["", "", "s", "t"]),
     ),
     max_size=40,
 )
@@ -61,11 +62,11 @@ def queue_of(queued: Iterable[Entry]) -> ModelQueue:
     return queue
 
 
-def drain(queue: ModelQueue, most: int = 10_000) -> list[Entry]:
+def drain(queue: ModelQueue, most: int = 10_000, began: float = 100.0) -> list[Entry]:
     order: list[Entry] = []
     while len(queue) and len(order) < most:
         order.append(next(queue.in_order()))
-        queue.admitted(order[-1])
+        queue.admitted(order[-1], now=began + len(order))
     return order
 
 
@@ -82,7 +83,8 @@ def test_all_are_admitted_once_and_by_rank_within_tenant_and_class(
     assert len(order) == len(set(order)) == len(queued) - len(gone)
     ranks: dict[tuple[str, bool], list[tuple[int, float, int]]] = {}
     for one in order:
-        ranks.setdefault((one.request.tenant, one.is_batch), []).append(one.rank)
+        if not one.request.session:
+            ranks.setdefault((one.request.tenant, one.is_batch), []).append(one.rank)
     assert all(found == sorted(found) for found in ranks.values())
 
 
@@ -141,6 +143,41 @@ def test_work_before_a_request_is_its_tenants_and_the_others_shares() -> None:
     assert queue.work_before(entry(arrived=2.0)) == 130
     assert queue.work_before(entry(arrived=2.0, service_class=BATCH)) == 0
     assert queue.work_before(entry("c")) == 0
+
+
+def test_sessions_of_a_tenant_take_turns_and_those_without_one_are_one_each() -> None:
+    many = [entry(session="many", arrived=float(i)) for i in range(4)]
+    others = [entry(session=x, arrived=5.0 + i) for i, x in enumerate(("one", "", "two", ""))]
+    queue = queue_of([*many, *others])
+    assert drain(queue, 6) == [many[0], *others, many[1]]
+    # One that comes now goes behind the session that waited for its turn.
+    queue.push(new := entry(session="new", arrived=110.0))
+    assert drain(queue, began=110.0) == [many[2], new, many[3]]
+
+
+def test_a_sessions_more_urgent_request_goes_before_its_others() -> None:
+    usual, urgent = entry(session="s"), entry(session="s", priority=-1, arrived=1.0)
+    other = entry(session="other", arrived=0.5)
+    queue = queue_of([usual, other, urgent])
+    assert list(queue.in_order()) == [urgent, other, usual]
+    queue.remove(urgent)
+    assert list(queue.in_order()) == [usual, other]
+
+
+def test_requests_behind_others_of_their_session_may_fit_where_those_do_not() -> None:
+    large, small = entry(session="s"), entry(session="s", arrived=1.0)
+    large.kv_tokens = 2
+    queue = queue_of([large, small])
+    queue.block(large)
+    assert queue.next_turn() is small
+
+
+def test_work_before_a_sessions_request_is_as_many_turns_of_the_others() -> None:
+    mine = [entry(session="mine", work=1) for _ in range(2)]
+    others = [entry(session="many", work=10, arrived=9.0) for _ in range(5)]
+    queue = queue_of([*mine, *others, entry(work=100, arrived=9.0)])
+    assert queue.work_before(entry(session="mine")) == 2 + 3 * 10 + 100
+    assert queue.work_before(entry(session="new", arrived=5.0)) == 1
 
 
 def test_the_rate_counts_only_time_with_a_backlog() -> None:
