@@ -371,6 +371,7 @@ class RouterServer:
             drainer=drainer,
             slo=config.slo,
             on_demand=services.on_demand,
+            sessions=services.sessions,
         )
         adapters = Adapters(
             fleet,

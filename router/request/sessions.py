@@ -7,7 +7,9 @@ have its history cached, also where the router cannot see a worker's cache.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from heapq import merge
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -38,7 +40,17 @@ class SessionHistory(Struct, gc=False):
     workers: frozenset[str] = NO_WORKERS
 
 
-_Sessions = OrderedDict[tuple[str, str, str], SessionHistory]
+class SessionName(NamedTuple):
+    """What names a session. An agent may use several models under one id: each has a history of its
+    own."""
+
+    tenant: str
+    model: str
+    adapter: str
+    session: str
+
+
+_Sessions = OrderedDict[SessionName, SessionHistory]
 
 
 class Sessions:
@@ -59,13 +71,19 @@ class Sessions:
             self._expire(sessions)
         return sum(map(len, self._tenants.values()))
 
+    def last(self, most: int) -> list[tuple[SessionName, SessionHistory]]:
+        """Return the sessions with the latest answers, at most `most`, the newest first."""
+        newest_first = (reversed(sessions.items()) for sessions in self._tenants.values())
+        merged = merge(*newest_first, key=lambda x: x[1].used, reverse=True)
+        return list(islice(merged, most))
+
     def find(self, request: GenerateRequest) -> SessionHistory | None:
         """Return the session of a request, or None if it has none, or this is its first turn."""
         sessions = self._tenants.get(request.tenant) if request.session else None
         if sessions is None:
             return None
         self._expire(sessions)
-        return sessions.get(_key(request))
+        return sessions.get(_name(request))
 
     def workers_of(self, request: GenerateRequest) -> frozenset[str]:
         """Return the ids of the workers of the session's last turn."""
@@ -83,7 +101,7 @@ class Sessions:
             return 0
         sessions = self._tenants.setdefault(request.tenant, OrderedDict())
         self._expire(sessions)
-        key, now = _key(request), self._now()
+        key, now = _name(request), self._now()
         session = sessions.get(key)
         if session is None:
             session = sessions[key] = SessionHistory(now)
@@ -107,6 +125,5 @@ class Sessions:
             sessions.popitem(last=False)
 
 
-def _key(request: GenerateRequest) -> tuple[str, str, str]:
-    # An agent may use several models under one id: each has a history of its own.
-    return request.model, request.adapter_key, request.session
+def _name(request: GenerateRequest) -> SessionName:
+    return SessionName(request.tenant, request.model, request.adapter_key, request.session)

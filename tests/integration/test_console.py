@@ -146,3 +146,17 @@ async def test_a_model_without_workers_is_shown_as_it_is_asked_for_and_starts() 
             await cluster.ask([20], SamplingParams(max_tokens=2), timeout_s=0.1)
         event = await page.until(lambda x: "on_demand" in x)
         assert event["on_demand"][0]["text"].startswith("no worker, asked for ")
+
+
+async def test_sessions_are_sent_as_their_turns_end(cluster: Cluster, page: Page) -> None:
+    body = {"model": "pdserve-demo", "prompt": [20] * 40, "max_tokens": 2}
+    async with aiohttp.ClientSession(f"http://{cluster.http}") as http:
+        for turns in (1, 2):
+            headers = {"x-session-id": "mine"}
+            async with http.post("/v1/completions", json=body, headers=headers) as answer:
+                assert answer.status == 200
+            event = await page.until(lambda x: "sessions" in x)
+            assert event["sessions"]["count"] == 1
+            [row] = event["sessions"]["rows"]
+            assert (row["id"], row["turns"], row["prompt_tokens"]) == ("mine", turns, 40 * turns)
+            assert row["workers"]

@@ -33,7 +33,7 @@ expect.set_options(timeout=WAIT_S * 1000)
 
 ADMIN_KEY, KEY = new_key(), new_key()
 ATTACK = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-VIEWS = ("requests", "workers", "flow", "goodput", "verdict", "chat")
+VIEWS = ("requests", "workers", "sessions", "flow", "goodput", "verdict", "chat")
 
 
 class Traffic:
@@ -51,7 +51,11 @@ class Traffic:
                 messages: Any = [{"role": "user", "content": ATTACK + " leaves" * 40}]
                 try:
                     client.chat.completions.create(
-                        model=ATTACK, messages=messages, max_tokens=16, temperature=0.0
+                        model=ATTACK,
+                        messages=messages,
+                        max_tokens=16,
+                        temperature=0.0,
+                        extra_headers={"x-session-id": ATTACK},
                     )
                 except openai.APIError:  # a worker was killed
                     self._stopped.wait(0.2)
@@ -142,6 +146,15 @@ async def test_workers_show_their_steps(page: Page) -> None:
         await expect(lane).to_contain_text("ready")
         steps = re.compile(rf"{name}: [1-9].* [1-9]\d* {kind} tokens")
         await expect(lane.locator("canvas")).to_have_attribute("aria-label", steps)
+
+
+async def test_sessions_show_what_their_turns_had_cached(page: Page) -> None:
+    await opened(page, "sessions")
+    row = page.locator(".sessions tbody tr")
+    await expect(row).to_have_count(1)
+    await expect(row.locator("th")).to_have_text(ATTACK)
+    await expect(row.locator("td").nth(3)).to_have_text(re.compile(r"[1-9]\d*"))  # turns
+    await expect(row.locator("td").nth(5)).to_have_text(re.compile(r"[1-9]\d* %"))  # cached
 
 
 async def test_flow_goodput_and_verdict_come_from_the_same_requests(page: Page) -> None:

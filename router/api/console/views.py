@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from router.placement.cost import CostModel, Latency
     from router.placement.decisions import DecisionLog
     from router.request.record import RequestLog, RequestRecord
+    from router.request.sessions import Sessions
 
     Row = dict[str, Any]
 
 # Requests in one message to a viewer: encoding more would delay tokens.
 MAX_ROWS = 500
-MODELS_EVERY_S = 2.0
+MODELS_EVERY_S = 2.0  # and sessions
+MAX_SESSIONS = 100  # in one message
 _GPU = (
     *("index", "name", "temperature_c", "memory_used_bytes", "memory_total_bytes"),
     *("utilization_percent", "power_w", "throttled_by", "fault"),
@@ -45,6 +47,8 @@ _IF_SET = (
     *("session", "ended", "ttft_s", "outcome", "reason", "message", "trace_id"),
     "recomputed_tokens",
 )
+
+_OF_SESSION = ("used", "turns", "prompt_tokens", "cached_tokens", "recomputed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Sources:
     drainer: Drainer
     slo: SloConfig
     on_demand: OnDemandModels | None
+    sessions: Sessions
 
     def explain(self, request_id: str) -> Row | None:
         """Return a request's placement decisions in words, or None if none are kept."""
@@ -82,6 +87,7 @@ class Viewer:
         self._pairs: list[Row] = []
         self._models: list[Row] = []
         self._on_demand: list[Row] = []
+        self._sessions: Row = {"count": 0, "rows": []}
         self._models_at = 0.0
 
     def hello(self, unix_time_s: float) -> Row:
@@ -131,7 +137,27 @@ class Viewer:
             on_demand = [{"model": model, "text": text} for model, text in texts]
             if on_demand != self._on_demand:
                 found["on_demand"] = self._on_demand = on_demand
+            sessions = self._last_sessions()
+            if sessions != self._sessions:
+                found["sessions"] = self._sessions = sessions
         return found
+
+    def _last_sessions(self) -> Row:
+        sessions = self._sources.sessions
+        return {
+            "count": len(sessions),
+            "rows": [
+                {
+                    "id": x.session,
+                    "tenant": x.tenant,
+                    "model": x.model,
+                    "adapter": x.adapter,
+                    "workers": sorted(history.workers),
+                    **{name: getattr(history, name) for name in _OF_SESSION},
+                }
+                for x, history in sessions.last(MAX_SESSIONS)
+            ],
+        }
 
     def _open_requests(self) -> list[Row]:
         """Return the open requests that are new or have progressed."""

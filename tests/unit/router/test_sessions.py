@@ -35,6 +35,17 @@ def test_a_session_counts_what_its_turns_compute_again() -> None:
     assert (found.recomputed_tokens, found.workers) == (26, {"p2"})
 
 
+def test_the_last_sessions_are_those_of_all_tenants_by_their_last_answer() -> None:
+    clock = Clock()
+    sessions = Sessions(clock, idle_s=10.0)
+    for tenant, session in (("a", "one"), ("b", "two"), ("a", "three"), ("a", "one")):
+        clock.now += 1.0
+        sessions.answered(turn(session, tenant), Usage(100, 20, 0), WORKERS)
+    last = [(x.tenant, x.session, y.turns) for x, y in sessions.last(2)]
+    assert last == [("a", "one", 2), ("a", "three", 1)]
+    assert len(sessions.last(10)) == 3
+
+
 def test_sessions_of_tenants_and_models_are_apart() -> None:
     sessions = Sessions(Clock(), idle_s=10.0, most=2)
     mine = turn(tenant="acme")

@@ -5,6 +5,7 @@ import { make, number, setText } from "./dom.js";
 import { flowView } from "./flow.js";
 import { goodputView } from "./goodput.js";
 import { requestsView } from "./requests.js";
+import { sessionsView } from "./sessions.js";
 import { State } from "./state.js";
 import { events } from "./stream.js";
 import { verdictView } from "./verdict.js";
@@ -13,6 +14,7 @@ import { workersView } from "./workers.js";
 const VIEWS = {
   requests: ["Requests", requestsView],
   workers: ["Workers", workersView],
+  sessions: ["Sessions", sessionsView],
   flow: ["KV flow", flowView],
   goodput: ["Goodput", goodputView],
   verdict: ["Is disaggregation helping?", verdictView],

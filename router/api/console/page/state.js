@@ -13,6 +13,7 @@ export class State {
   workers = new Map(); // by id; each with `steps` and `usage`, both oldest first
   pairs = [];
   models = [];
+  sessions = { count: 0, rows: [] }; // the last ones, newest first
   onDemand = []; // models started on demand, with their status as text
   #at = 0;
 
@@ -54,6 +55,7 @@ export class State {
     }
     if (event.pairs) this.pairs = event.pairs;
     if (event.models) this.models = event.models;
+    if (event.sessions) this.sessions = event.sessions;
     if (event.on_demand) this.onDemand = event.on_demand;
   }
 
