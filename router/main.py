@@ -122,7 +122,7 @@ class RouterLimits:
     max_pairs: int = MAX_PAIRS
     records_kept: int = RECORDS_KEPT
     decisions_kept: int = 1024  # requests whose placement `pdserve explain` shows
-    prefix_blocks: int = 2_000_000  # of the prefix index, about 100 bytes each
+    prefix_blocks: int = 10_000_000  # of the prefix index, about 100 bytes each
 
 
 DEFAULT_LIMITS = RouterLimits()

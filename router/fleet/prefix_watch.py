@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from router.fleet.member import Member
     from router.placement.values import Demand
 
+# More parts would be slower: the blocks of a prompt lie side by side in each.
+_PARTS = 1 << 7
+_PART = _PARTS - 1  # the bits of a hash that select its part
 _PURGE_BLOCKS = 1 << 14  # blocks checked per purge step: about 2 ms
 
 
@@ -28,6 +31,64 @@ class Holder(NamedTuple):
 
     worker_id: str
     bit: int
+
+
+class _Masks:
+    """Bit masks of workers by block hash, in parts: a dictionary that grows copies itself. One of
+    10 million blocks would hold up the event loop for a second."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]
+        self.size = 0
+
+    def get(self, block: int) -> int:
+        return self.parts[block & _PART].get(block, 0)
+
+    def remove(self, blocks: Iterable[int], bit: int, live: int) -> None:
+        """Remove a worker from the masks of some blocks."""
+        for block in blocks:
+            part = self.parts[block & _PART]
+            mask = part.get(block, 0)
+            if mask & bit:
+                # Bits of departed workers go too, which leaves less to purge.
+                if mask := mask & live & ~bit:
+                    part[block] = mask
+                else:
+                    del part[block]
+                    self.size -= 1
+
+    def store(self, blocks: Iterable[int], bit: int, most: int) -> None:
+        """Add a worker to the masks of some blocks. New blocks are ignored beyond `most`."""
+        # Blocks of one prompt mostly have the same workers: they share one mask, which has up to
+        # 160 bytes for 1,000 workers.
+        before, after = 0, bit
+        for block in blocks:
+            part = self.parts[block & _PART]
+            mask = part.get(block, 0)
+            if mask is not before:
+                before, after = mask, mask | bit if mask else bit
+            if mask:
+                part[block] = after
+            elif self.size < most:
+                part[block] = after
+                self.size += 1
+
+    def purge(self, departed: int) -> Iterator[None]:
+        """Remove workers from all masks. Yields after each step."""
+        checked = 0
+        for part in self.parts:
+            # A copy, because updates change the part between two steps.
+            for block in list(part):
+                mask = part.get(block, 0)
+                if mask & departed:
+                    if mask := mask & ~departed:
+                        part[block] = mask
+                    else:
+                        del part[block]
+                        self.size -= 1
+                checked += 1
+                if checked % _PURGE_BLOCKS == 0:
+                    yield
 
 
 class PrefixIndex:
@@ -40,15 +101,15 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self._masks: dict[int, int] = {}
-        self._tier_masks: dict[int, int] = {}
+        self._masks = _Masks()
+        self._tier_masks = _Masks()
         self._live: dict[int, Holder] = {}  # by bit
         self._live_mask = 0
         self._departed_mask = 0  # workers that left and whose blocks are not purged yet
         self._free_bits: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return self._masks.size
 
     def join(self, worker_id: str) -> Holder:
         """Add a worker that has no blocks yet."""
@@ -78,38 +139,28 @@ class PrefixIndex:
         """Apply one update of a cache, or of host memory. Unknown removals and repeated stores are
         ignored."""
         masks = self._tier_masks if in_tiers else self._masks
-        bit, live = holder.bit, self._live_mask
-        for block in removed:
-            mask = masks.get(block, 0)
-            if mask & bit:
-                # Bits of departed workers go too, which leaves less to purge.
-                if mask := mask & live & ~bit:
-                    masks[block] = mask
-                else:
-                    del masks[block]
-        for block in stored:
-            mask = masks.get(block, 0)
-            if mask or len(masks) < self.max_blocks:
-                masks[block] = mask | bit
+        masks.remove(removed, holder.bit, self._live_mask)
+        masks.store(stored, holder.bit, self.max_blocks)
 
     def cached_blocks(self, chain: Sequence[int]) -> dict[str, int]:
         """Return the number of leading blocks of `chain` that each worker has cached. Workers
         without any are left out."""
-        return self._leading(chain, self._masks.get)
+        parts = self._masks.parts
+        return self._leading(chain, lambda x: parts[x & _PART].get(x, 0))
 
     def blocks_with_tiers(self, chain: Sequence[int]) -> dict[str, int]:
         """Return the number of leading blocks of `chain` that each worker has cached or in host
         memory. Empty if no worker has a block in host memory."""
         masks, tiers = self._masks, self._tier_masks
-        return self._leading(chain, lambda x, y: masks.get(x, y) | tiers.get(x, y)) if tiers else {}
+        return self._leading(chain, lambda x: masks.get(x) | tiers.get(x)) if tiers.size else {}
 
-    def _leading(self, chain: Sequence[int], mask: Callable[[int, int], int]) -> dict[str, int]:
+    def _leading(self, chain: Sequence[int], mask: Callable[[int], int]) -> dict[str, int]:
         found: dict[str, int] = {}
         # One mask operation per block serves all workers, and it stops at the first block that
         # nobody has.
         holders, depth = self._live_mask, 0
         for block in chain:
-            remaining = mask(block, 0) & holders
+            remaining = mask(block) & holders
             if remaining != holders:
                 if depth:
                     self._record(found, holders ^ remaining, depth)
@@ -135,17 +186,8 @@ class PrefixIndex:
         """Free the blocks of workers that left. Yields after each step, so that the event loop can
         run in between."""
         departed = self._departed_mask
-        # A copy, because updates change the dictionaries between two steps.
-        every = [(masks, block) for masks in (self._masks, self._tier_masks) for block in masks]
-        for count, (masks, block) in enumerate(every):
-            mask = masks.get(block, 0)
-            if mask & departed:
-                if mask := mask & ~departed:
-                    masks[block] = mask
-                else:
-                    del masks[block]
-            if count % _PURGE_BLOCKS == _PURGE_BLOCKS - 1:
-                yield
+        for masks in (self._masks, self._tier_masks):
+            yield from masks.purge(departed)
         # No mask has these bits any more, so new workers may use them.
         self._departed_mask &= ~departed
         while departed:
