@@ -12,7 +12,18 @@ from benchmarks.errors import BAD_INPUT, FAILED, BenchError, MeasurementFailed
 from benchmarks.progress import Progress
 from benchmarks.report.tables import print_line, print_table
 
-NAMES = ("batch", "console", "gpu_copies", "gpu_link", "kv", "loop", "router", "tiers", "unloaded")
+NAMES = (
+    "batch",
+    "console",
+    "gpu_copies",
+    "gpu_link",
+    "kv",
+    "long_prompts",
+    "loop",
+    "router",
+    "tiers",
+    "unloaded",
+)
 
 
 def main() -> int:

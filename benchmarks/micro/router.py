@@ -18,6 +18,7 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -29,7 +30,7 @@ from benchmarks.stats import alternate, compare, percentiles
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from benchmarks.progress import Progress
 
@@ -39,6 +40,7 @@ TOKENS_PER_S: Final = 6400  # over all streams; the limit of a Python client
 TOKENS: Final = 32_768  # over all streams, but at least 128 per answer
 ONE_TOKEN_REQUESTS: Final = 6000
 IDLE_STREAMS: Final = 500
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 _RATIOS: Final = ("cpu_us_per_token", "cpu_us_per_request")
 
 
@@ -100,8 +102,14 @@ class _Router:
 async def _measure(
     name: str, directory: Path, streams: int, first: int, scale: float
 ) -> dict[str, float]:
-    step_s = streams / TOKENS_PER_S
-    async with _running(name, directory, step_s, max(streams, IDLE_STREAMS) + 16) as router:
+    most = max(streams, IDLE_STREAMS) + 16
+    engine = {
+        "step_s": streams / TOKENS_PER_S,
+        "max_num_seqs": most,
+        "total_blocks": max(4096, most * 512),
+        "clock_text": True,
+    }
+    async with running(name, directory, engine) as router:
         client = HttpTarget(router.url)
         try:
             await _drive(client, router, streams, tokens=4)  # warm-up
@@ -186,11 +194,15 @@ async def _drive(
 
 
 @asynccontextmanager
-async def _running(name: str, directory: Path, step_s: float, most: int) -> AsyncIterator[_Router]:
-    """Run a router and its workers until the context exits. Raises BenchError."""
+async def running(
+    name: str, directory: Path, engine: Mapping[str, Any], worker: Mapping[str, Any] = _NOTHING
+) -> AsyncIterator[_Router]:
+    """Run a router and its workers until the context exits. `engine`: arguments of pdserve's fake
+    engines; a mock server has its `step_s`. `worker`: the rest of pdserve's workers' configuration.
+    Raises BenchError."""
     async with AsyncExitStack() as ending:
         if name == OURS:
-            service = LocalService(name, _config(step_s, most), directory)
+            service = LocalService(name, _config(engine, worker), directory)
             ending.push_async_callback(service.stop)
             await service.start()
             ready = service.ready
@@ -207,7 +219,7 @@ async def _running(name: str, directory: Path, step_s: float, most: int) -> Asyn
         for what in ("prefill-server", "decode-server") if name == PEER_PD else ("mock-server",):
             port = free_port()
             module = (sys.executable, "-m", "benchmarks.micro.mock_server")
-            mock = await start(what, port, *module, str(port), str(step_s))
+            mock = await start(what, port, *module, str(port), str(engine["step_s"]))
             mocks.append((f"http://127.0.0.1:{port}", mock.pid))
         if name == DIRECT:
             yield _Router(name, mocks[0][0], "mock", mocks[0][1])
@@ -223,20 +235,19 @@ async def _running(name: str, directory: Path, step_s: float, most: int) -> Asyn
         yield _Router(name, f"http://127.0.0.1:{own}", "mock", child.pid)
 
 
-def _config(step_s: float, most: int) -> dict[str, Any]:
-    engine = {
-        "step_s": step_s,
-        "max_num_seqs": most,
-        "total_blocks": max(4096, most * 512),
-        "clock_text": True,
-    }
+def _config(engine: Mapping[str, Any], worker: Mapping[str, Any]) -> dict[str, Any]:
+    most = engine["max_num_seqs"]
     router = {
         "http_port": 0,
         "grpc_port": 0,
         "max_running_requests": most,
         "max_queued_requests": max(1024, most),
     }
-    return {"router": router, "worker": {"engine": "fake", "engine_args": engine}, "up": {}}
+    return {
+        "router": router,
+        "worker": {"engine": "fake", "engine_args": engine, **worker},
+        "up": {},
+    }
 
 
 async def _serves_the_mock(port: int) -> bool:
