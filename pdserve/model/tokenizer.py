@@ -7,6 +7,7 @@ import json
 import os
 import re
 import string
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -175,7 +176,7 @@ class Tokenizer:
         self.longest_token = max(map(len, fast.get_vocab()), default=1)
         self.files: Mapping[str, bytes] = {}  # the files that this was loaded from
         self._id = os.urandom(16)  # in caches
-        self._cuts = _cuts(fast.get_added_tokens_decoder().values())
+        self._cuts = _Cuts(fast.get_added_tokens_decoder().values())
         self._around = _around(fast)
 
     @property
@@ -220,21 +221,15 @@ class Tokenizer:
         around = self._around if add_special_tokens else ((), ())
         if parts is not None and around is not None and len(text) >= LEAST_CACHED:
             before, after = around
-            return before + parts.encode(self._id, self._parts(text), self._encode_each) + after
+            return (
+                before + parts.encode(self._id, self._cuts.parts(text), self._encode_each) + after
+            )
         # The batch call computes no offsets, and releases the GIL.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
 
     def _encode_each(self, texts: list[str]) -> list[list[int]]:
         return [x.ids for x in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _parts(self, text: str) -> list[str]:
-        """Divide a text before some of the tokens in `_cuts`."""
-        at = [0]
-        for found in self._cuts.finditer(text) if self._cuts is not None else ():
-            if found.start() - at[-1] >= LEAST_PART:
-                at.append(found.start())
-        return [text[begin:end] for begin, end in zip(at, [*at[1:], len(text)], strict=True)]
 
     def encode_pair(self, pair: TextPair) -> tuple[tuple[int, ...], int]:
         """Return the token ids of both texts, and the index where the second text begins."""
@@ -378,32 +373,50 @@ class MistralTokenizer(Tokenizer):
             ) from error
 
 
-def _cuts(added: Iterable[AddedToken]) -> re.Pattern[str] | None:
-    """Return a pattern that finds the added tokens before which a text may be cut, or None without
-    any: the token ids of both parts are then those of the whole.
+class _Cuts:
+    """The added tokens before which a text may be cut: the token ids of both parts are then those
+    of the whole.
 
     The library divides a text at its added tokens before it does anything else, and handles what
     lies between them piece by piece. It looks for them from left to right, the longest first. So a
     token is one wherever its text stands, unless that may be part of another added token, or
     depends on what stands beside it.
     """
-    first = [x for x in added if x.content and not x.normalized]
-    # What may follow the first character of an added token within it, by its own first character.
-    inner: dict[str, list[str]] = {}
-    for token in first:
-        for start in range(1, len(token.content)):
-            inner.setdefault(token.content[start], []).append(token.content[start:])
-    found = []
-    for token in first:
-        text = token.content
-        is_alone = not (
-            any(x.startswith(text) or text.startswith(x) for x in inner.get(text[0], ()))
-            or any(x.content.startswith(text) for x in first if x is not token)
-        )
-        is_plain = not (token.lstrip or token.rstrip or token.single_word)
-        if is_alone and is_plain and text[0] in _CUT_BEFORE:
-            found.append(re.escape(text))
-    return re.compile("|".join(found)) if found else None
+
+    def __init__(self, added: Iterable[AddedToken]) -> None:
+        first = [x for x in added if x.content and not x.normalized]
+        texts = sorted(x.content for x in first)
+        # What may follow the first character of an added token within it, by its own first one.
+        inner: dict[str, list[str]] = {}
+        for text in texts:
+            for start in range(1, len(text)):
+                if text[start] in _CUT_BEFORE:
+                    inner.setdefault(text[start], []).append(text[start:])
+        self._texts = set()
+        for token in first:
+            text = token.content
+            if text[0] not in _CUT_BEFORE or token.lstrip or token.rstrip or token.single_word:
+                continue
+            following = bisect_right(texts, text)
+            begins_longer = following < len(texts) and texts[following].startswith(text)
+            within = (x.startswith(text) or text.startswith(x) for x in inner.get(text[0], ()))
+            if not (begins_longer or any(within)):
+                self._texts.add(text)
+        # Models have up to thousands of added tokens: a pattern of them all would be slow.
+        self._sizes = sorted({len(x) for x in self._texts})
+        begins = sorted({re.escape(x[:2]) for x in self._texts})
+        self._begin = re.compile("|".join(begins)) if begins else None
+
+    def parts(self, text: str) -> list[str]:
+        """Divide a text into parts of at least LEAST_PART characters, but for the last one."""
+        at = [0]
+        for found in () if self._begin is None else self._begin.finditer(text):
+            start = found.start()
+            if start - at[-1] >= LEAST_PART and any(
+                text[start : start + size] in self._texts for size in self._sizes
+            ):
+                at.append(start)
+        return [text[begin:end] for begin, end in zip(at, [*at[1:], len(text)], strict=True)]
 
 
 def _around(fast: FastTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -181,9 +181,9 @@ def test_each_turn_has_the_tokens_of_the_whole_text(
 def test_texts_are_cut_only_where_that_changes_nothing(made: Sequence[Tokenizer]) -> None:
     plain, awkward = made
     text = "a<s>b<|im_start|>c[INST]d"
-    assert plain._parts(text) == ["a", "<s>b", "<|im_start|>c", "[INST]d"]
+    assert plain._cuts.parts(text) == ["a", "<s>b", "<|im_start|>c", "[INST]d"]
     # `<s>` begins a longer token, `<|im_start|>` may begin in one.
-    assert awkward._parts(text) == ["a<s>b<|im_start|>c", "[INST]d"]
+    assert awkward._cuts.parts(text) == ["a<s>b<|im_start|>c", "[INST]d"]
 
 
 class Encoding:
