@@ -21,6 +21,11 @@ class Role(StrEnum):
     DECODE = "decode"
     AGGREGATED = "aggregated"
     POOLING = "pooling"
+    ENCODE = "encode"
+
+
+# The roles that generate tokens.
+GENERATING = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 
 
 class ServiceClass(StrEnum):
@@ -201,7 +206,9 @@ class TransferReport:
 @dataclass(slots=True)
 class PhaseReport:
     """The cost of a request on one worker. `prefill_busy_s` and `decode_busy_s` are its shares of
-    the engine's steps, `energy_j` of their energy; None if energy is not measured."""
+    the engine's steps, `energy_j` of their energy; None if energy is not measured. `encode_s`: time
+    for its images on an encode worker. `fetched_images`: images whose embeddings a prefill worker
+    got from one."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -211,6 +218,8 @@ class PhaseReport:
     prefill_busy_s: float = 0.0
     decode_busy_s: float = 0.0
     energy_j: float | None = None
+    encode_s: float = 0.0
+    fetched_images: int = 0
 
 
 @dataclass(slots=True)
@@ -264,6 +273,7 @@ class Receipt:
     images in the prompt. `render_s`: time to fetch and render them, before the request was queued.
     `fetched_tokens`: tokens that were not computed, because their KV was copied from the cache of
     `fetched_from` before prefill, in `fetch_s`.
+    `fetched_images`: those whose embeddings came from `encode_worker`, which took `encode_s`.
     """
 
     queue_s: float = 0.0
@@ -288,6 +298,9 @@ class Receipt:
     fetched_blocks: int = 0
     fetched_from: str = ""
     fetch_s: float = 0.0
+    fetched_images: int = 0
+    encode_worker: str = ""
+    encode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +450,8 @@ class KvEndpoint:
     """The endpoint of a worker's KV transfers. `addresses`: by rank, stage after stage of a
     pipeline, in each by tensor-parallel rank. `stage_layers`: how many layers of each KV-cache
     group each stage holds; empty if there is one stage. Only workers with equal `compatibility`
-    exchange KV; `layout` explains its value."""
+    exchange KV; `layout` explains its value. `embedding_bytes`: of an encode worker, which offers
+    embeddings of images in place of KV, the size of that of one token."""
 
     addresses: tuple[str, ...]
     compatibility: str
@@ -445,6 +459,7 @@ class KvEndpoint:
     transports: tuple[str, ...]
     handoff: HandoffStyle = HandoffStyle.CONCURRENT
     stage_layers: tuple[tuple[int, ...], ...] = ()
+    embedding_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

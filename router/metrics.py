@@ -50,7 +50,7 @@ _COUNTERS = (
     *("pair_probes", "worker_probes", "parser_restarts"),
     *("body_process_failures", "responses_not_stored", "revision_requests"),
     *("tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
-    *("session_turns", "recomputed_tokens"),
+    *("session_turns", "recomputed_tokens", "fetched_images"),
     *("kv_fetches", "kv_fetched_tokens", "kv_fetched_blocks"),
     *("engine_seconds", "cost", "energy_joules", "cost_saved"),
 )

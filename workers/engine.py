@@ -27,7 +27,9 @@ tests/unit/workers/test_fake_engine.py tests these promises on the fake engine, 
     `unavailable` error. A stream that has ended meanwhile keeps its own last delta.
 9.  `start` returns after a self-test: one prompt, and several in one step. It raises WorkerFailed
     with the reason if that fails. Its steps count for predictions, and leave no other trace.
-10. `close` ends all streams and returns when no thread or process of the engine is left.
+10. An encode engine computes no tokens. The stream of an `EncodePhase` ends with finish reason
+    `stop` and a report when all embeddings are on offer, or with an error.
+11. `close` ends all streams and returns when no thread or process of the engine is left.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from pdserve.types import ErrorInfo, FinishReason, StreamDelta
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kv_transfer.embeddings import EmbeddingSource
     from kv_transfer.protocol.snapshot import KvState
     from pdserve.errors import PdserveError
     from pdserve.types import (
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class PrefillPhase:
     """Compute the prompt's KV and one token for the decode worker that presents `transfer_id`.
+    Fetch the embeddings of the prompt's images from `embeddings`; compute those that do not come.
 
     With fewer than `min_cached_tokens` of the prompt cached, compute nothing and fail: the request
     only copies cached KV to another worker.
@@ -72,6 +76,7 @@ class PrefillPhase:
 
     transfer_id: str
     min_cached_tokens: int = 0
+    embeddings: EmbeddingSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,15 @@ class PoolingPhase:
     second_text_at: int = 0
 
 
-Phase = PrefillPhase | DecodePhase | AggregatedPhase | PoolingPhase
+@dataclass(frozen=True, slots=True)
+class EncodePhase:
+    """Compute the embeddings of the prompt's images for the worker that presents `transfer_id`
+    (EmbeddingSource)."""
+
+    transfer_id: str
+
+
+Phase = PrefillPhase | DecodePhase | AggregatedPhase | PoolingPhase | EncodePhase
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from workers.vllm.settings import VllmSettings
 
 
-_WITH_HANDOFF = (Role.PREFILL, Role.DECODE)
-_WITHOUT_TIERS = (Role.DECODE, Role.POOLING)
+_WITH_HANDOFF = (Role.PREFILL, Role.DECODE, Role.ENCODE)
+_WITHOUT_TIERS = (Role.DECODE, Role.POOLING, Role.ENCODE)
 
 
 def make_engine(
@@ -50,6 +50,8 @@ def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
     kv = _connector_config(config)
     if kv is not None and kv.connector == "nixl" and find_spec("nixl") is None:
         raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
+    if config.role is Role.ENCODE and config.kv.connector != "pdserve":
+        raise ConfigError("kv.connector: must be pdserve to encode", field="kv.connector")
     engine_args = dict(config.engine_args)
     if config.adapters:
         engine_args["enable_lora"] = True
@@ -62,6 +64,7 @@ def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
         threads=None if config.gpus else len(config.cores) or None,
         kv=kv,
         instance_id=instance_id,
+        encodes=config.role is Role.ENCODE,
         # Decode workers get KV from prefill workers.
         tiers=TiersConfig() if config.role in _WITHOUT_TIERS else config.kv.tiers,
         engine_args=engine_args,

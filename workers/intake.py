@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
+from kv_transfer.embeddings import EmbeddingSource
 from pdserve import wire
 from pdserve.errors import InvalidRequest
-from pdserve.types import ReasoningGate, Role
-from workers.engine import AggregatedPhase, DecodePhase, Phase, PoolingPhase, PrefillPhase, Work
+from pdserve.types import GENERATING, ReasoningGate, Role
+from workers.engine import (
+    AggregatedPhase,
+    DecodePhase,
+    EncodePhase,
+    Phase,
+    PoolingPhase,
+    PrefillPhase,
+    Work,
+)
 
 if TYPE_CHECKING:
     from pdserve.v1 import worker_pb2 as w
@@ -75,7 +84,7 @@ def work_from_pb(submit: w.Submit, stream_id: int, role: Role) -> Work:
     # Every role that generates takes aggregated requests: routers fall back to them. Prefill and
     # decode workers take both phases: routers also copy cached KV, in either direction.
     is_exchange = role in _EXCHANGING and name in _EXCHANGING
-    if name != role and not is_exchange and (name != Role.AGGREGATED or role is Role.POOLING):
+    if name != role and not is_exchange and (name != Role.AGGREGATED or role not in GENERATING):
         raise InvalidRequest(f"a {role} worker takes no {name} requests", field="phase")
     max_tokens = submit.sampling.max_tokens
     return Work(
@@ -104,7 +113,11 @@ def _phase(submit: w.Submit) -> Phase:
         case "prefill":
             prefill = submit.prefill
             transfer_id = _present("prefill.transfer_id", prefill.transfer_id)
-            return PrefillPhase(transfer_id, prefill.min_cached_tokens)
+            has_source = prefill.HasField("embeddings")
+            source = _source(prefill.embeddings) if has_source else None
+            return PrefillPhase(transfer_id, prefill.min_cached_tokens, source)
+        case "encode":
+            return EncodePhase(_present("encode.transfer_id", submit.encode.transfer_id))
         case "decode":
             decode = submit.decode
             return DecodePhase(
@@ -120,6 +133,12 @@ def _phase(submit: w.Submit) -> Phase:
         case "pooling":
             return PoolingPhase(submit.pooling.second_text_at)
     raise InvalidRequest("phase is missing", field="phase")
+
+
+def _source(source: w.EmbeddingSource) -> EmbeddingSource:
+    names = ("transfer_id", "address", "instance_id", "row_bytes")
+    values = [_present(f"prefill.embeddings.{name}", getattr(source, name)) for name in names]
+    return EmbeddingSource(*values)
 
 
 def _present(name: str, value: T) -> T:

@@ -236,6 +236,17 @@ def held_of(
     return HeldGroup(each, total, region.geometry.page_bytes // heads, named, needs_equal_tp)
 
 
+def describe_model(config: VllmConfig) -> dict[str, str]:
+    """Return what determines the meaning of all bytes that workers exchange."""
+    return {
+        "connector": f"pdserve {PROTOCOL_VERSION}",
+        "vllm": str(vllm.__version__),
+        "model": _model_identity(config),
+        "revision": str(config.model_config.revision or "local"),
+        "weights": weights_digest(str(config.model_config.model)),
+    }
+
+
 def describe(config: VllmConfig, groups: Sequence[ModelGroup]) -> dict[str, str]:
     """Return everything that determines the meaning of KV bytes, for the compatibility key.
 
@@ -243,12 +254,7 @@ def describe(config: VllmConfig, groups: Sequence[ModelGroup]) -> dict[str, str]
     that of pipeline stages (kv_transfer/protocol/plan.py). Fields are separate so that an error can
     name the field in which two workers differ, with both values.
     """
-    layout = {
-        "connector": f"pdserve {PROTOCOL_VERSION}",
-        "vllm": str(vllm.__version__),
-        "model": _model_identity(config),
-        "revision": str(config.model_config.revision or "local"),
-        "weights": weights_digest(str(config.model_config.model)),
+    layout = describe_model(config) | {
         "speculative": _speculative(config),
         "groups": str(len(groups)),
     }

@@ -28,6 +28,7 @@ _POOLS = {
     "--max-decode": "up.decode.max_workers",
     "--aggregated": "up.aggregated.workers",
     "--pooling": "up.pooling.workers",
+    "--encode": "up.encode.workers",
     "--routers": "up.routers",
 }
 # `pdserve upgrade` lacks these: they belong to one machine.

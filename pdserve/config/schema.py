@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from pdserve.errors import ConfigError
 from pdserve.security.keys import is_hash
-from pdserve.types import Role
+from pdserve.types import GENERATING, Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -515,6 +515,10 @@ class KvConfig(_Section, frozen=True):
         to it and 10 MiB to receive from it, times `nccl_max_ctas`. Links beyond it take turns.
     nccl_max_ctas: Thread blocks of each NCCL communicator. More are faster, and take more from the
         engine's kernels and from `nccl_budget_bytes`.
+    encode_timeout_s: Seconds that a prefill worker waits for the embeddings of a request's images
+        from an encode worker. Then it computes them itself.
+    embeddings_bytes: Host memory for embeddings on their way, and until they are used; taken when
+        the first one travels.
     tiers: Where a worker keeps prefixes that its KV cache evicts.
     """
 
@@ -532,6 +536,8 @@ class KvConfig(_Section, frozen=True):
     chunk_bytes: Bytes = 16 << 20
     nccl_budget_bytes: Bytes = 512 << 20
     nccl_max_ctas: Annotated[int, Meta(ge=1, le=32)] = 4
+    encode_timeout_s: Duration = 10.0
+    embeddings_bytes: Bytes = 256 << 20
     tiers: TiersConfig = TiersConfig()
 
     def __post_init__(self) -> None:
@@ -688,8 +694,8 @@ class WorkerConfig(_Section, frozen=True):
             return
         if not self.data_parallel_group:
             refuse("data_parallel_group", "must be set with data_parallel_size above 1")
-        if self.role is Role.POOLING:
-            refuse("data_parallel_size", "must be 1 for pooling workers")
+        if self.role not in GENERATING:
+            refuse("data_parallel_size", f"must be 1 for {self.role} workers")
         if self.engine != "vllm":
             refuse("data_parallel_size", f"must be 1 with the engine {self.engine}")
         if self.nnodes > 1:
@@ -806,12 +812,14 @@ class PoolsConfig(_Section, frozen=True):
     decode: Decode workers.
     aggregated: Workers that run both phases.
     pooling: Workers that compute embeddings.
+    encode: Workers that compute the embeddings of images for prefill workers. Each has one rank.
     """
 
     prefill: ScaledRoleConfig = ScaledRoleConfig()
     decode: ScaledRoleConfig = ScaledRoleConfig()
     aggregated: UnusedRoleConfig = UnusedRoleConfig()
     pooling: UnusedRoleConfig = UnusedRoleConfig()
+    encode: UnusedRoleConfig = UnusedRoleConfig()
 
     def __post_init__(self) -> None:
         prefill, decode = self.prefill.workers, self.decode.workers
@@ -821,8 +829,11 @@ class PoolsConfig(_Section, frozen=True):
             refuse(f"{missing}.workers", reason)
         if not prefill + decode + self.aggregated.workers + self.pooling.workers:
             refuse("prefill.workers", "at least one worker is required")
-        if self.pooling.data_parallel_size > 1:
-            refuse("pooling.data_parallel_size", "must be 1")
+        for role in ("pooling", "encode"):
+            if getattr(self, role).data_parallel_size > 1:
+                refuse(f"{role}.data_parallel_size", "must be 1")
+        if self.encode.workers and not prefill:
+            refuse("encode.workers", "must be 0 without prefill workers, for which they compute")
 
     def by_role(self) -> dict[Role, RoleConfig]:
         return {role: getattr(self, role.value) for role in Role}

@@ -14,7 +14,8 @@ def outcome(decision: a.PlacementDecision) -> str:
     if not decision.decode:
         return "waits for capacity"
     if decision.prefill:
-        return f"prefill on {decision.prefill}, decode on {decision.decode}"
+        encode = f"images on {decision.encoder}, " if decision.encoder else ""
+        return f"{encode}prefill on {decision.prefill}, decode on {decision.decode}"
     return f"aggregated on {decision.decode}"
 
 
@@ -25,6 +26,9 @@ def details(decision: a.PlacementDecision) -> list[str]:
     more += f", adapter {decision.adapter}" if decision.adapter else ""
     more += f", {decision.images} image(s)" if decision.images else ""
     found.append(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{more}")
+    if decision.encoder_reason:
+        encoder = decision.encoder or decision.prefill or decision.decode
+        found.append(f"images are encoded by {encoder}: {decision.encoder_reason}")
     if decision.session:
         last = ", ".join(decision.session_workers)
         found.append(f"session {decision.session}: {f'last on {last}' if last else 'first turn'}")

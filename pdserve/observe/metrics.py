@@ -142,6 +142,11 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
                 "model",
                 "Fetching and rendering the images of a prompt, before it is queued.",
             ),
+            _counter(
+                "fetched_images",
+                "model",
+                "Images whose embeddings prefill workers got from encode workers.",
+            ),
             _counter("memory_refusals", "", "Requests refused because memory was nearly full."),
             _gauge("memory_used_bytes", "", "Memory of the router and its processes."),
             _gauge("memory_limit_bytes", "", "Limit of memory_used_bytes; 0: none."),

@@ -22,7 +22,7 @@ class ExplainedRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
-    __slots__ = ("unix_time_s", "cause", "policy", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "adapter", "revision", "spilled_from", "images", "session", "session_workers")
+    __slots__ = ("unix_time_s", "cause", "policy", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "adapter", "revision", "spilled_from", "images", "session", "session_workers", "encoder", "encoder_reason")
     UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,8 @@ class PlacementDecision(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_REASON_FIELD_NUMBER: _ClassVar[int]
     unix_time_s: float
     cause: str
     policy: str
@@ -65,7 +67,9 @@ class PlacementDecision(_message.Message):
     images: int
     session: str
     session_workers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., adapter: _Optional[str] = ..., revision: _Optional[str] = ..., spilled_from: _Optional[str] = ..., images: _Optional[int] = ..., session: _Optional[str] = ..., session_workers: _Optional[_Iterable[str]] = ...) -> None: ...
+    encoder: str
+    encoder_reason: str
+    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., adapter: _Optional[str] = ..., revision: _Optional[str] = ..., spilled_from: _Optional[str] = ..., images: _Optional[int] = ..., session: _Optional[str] = ..., session_workers: _Optional[_Iterable[str]] = ..., encoder: _Optional[str] = ..., encoder_reason: _Optional[str] = ...) -> None: ...
 
 class ExcludedPair(_message.Message):
     __slots__ = ("prefill", "decode")

@@ -145,7 +145,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "transfer_bytes", "transfer_blocks", "prefill_worker", "decode_worker", "transport", "cached_tokens", "first_token_source", "fallbacks", "predicted_ttft_s", "cost", "energy_j", "images", "render_s", "fetched_tokens", "fetched_blocks", "fetched_from", "fetch_s")
+    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "transfer_bytes", "transfer_blocks", "prefill_worker", "decode_worker", "transport", "cached_tokens", "first_token_source", "fallbacks", "predicted_ttft_s", "cost", "energy_j", "images", "render_s", "fetched_tokens", "fetched_blocks", "fetched_from", "fetch_s", "fetched_images", "encode_worker", "encode_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,9 @@ class Receipt(_message.Message):
     FETCHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FETCHED_FROM_FIELD_NUMBER: _ClassVar[int]
     FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     transfer_s: float
@@ -190,7 +193,10 @@ class Receipt(_message.Message):
     fetched_blocks: int
     fetched_from: str
     fetch_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., first_token_source: _Optional[str] = ..., fallbacks: _Optional[_Iterable[str]] = ..., predicted_ttft_s: _Optional[float] = ..., cost: _Optional[float] = ..., energy_j: _Optional[float] = ..., images: _Optional[int] = ..., render_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_from: _Optional[str] = ..., fetch_s: _Optional[float] = ...) -> None: ...
+    fetched_images: int
+    encode_worker: str
+    encode_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., first_token_source: _Optional[str] = ..., fallbacks: _Optional[_Iterable[str]] = ..., predicted_ttft_s: _Optional[float] = ..., cost: _Optional[float] = ..., energy_j: _Optional[float] = ..., images: _Optional[int] = ..., render_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_from: _Optional[str] = ..., fetch_s: _Optional[float] = ..., fetched_images: _Optional[int] = ..., encode_worker: _Optional[str] = ..., encode_s: _Optional[float] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "field", "retry_after_s", "reason")

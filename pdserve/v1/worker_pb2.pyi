@@ -15,11 +15,13 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_DECODE: _ClassVar[Role]
     ROLE_AGGREGATED: _ClassVar[Role]
     ROLE_POOLING: _ClassVar[Role]
+    ROLE_ENCODE: _ClassVar[Role]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
 ROLE_AGGREGATED: Role
 ROLE_POOLING: Role
+ROLE_ENCODE: Role
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults", "tokenizer", "cross_encoder", "modalities")
@@ -66,7 +68,7 @@ class StageLayers(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
-    __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff", "stage_layers")
+    __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff", "stage_layers", "embedding_bytes")
     class LayoutEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,13 +82,15 @@ class KvEndpoint(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     compatibility: str
     layout: _containers.ScalarMap[str, str]
     transports: _containers.RepeatedScalarFieldContainer[str]
     handoff: str
     stage_layers: _containers.RepeatedCompositeFieldContainer[StageLayers]
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ..., stage_layers: _Optional[_Iterable[_Union[StageLayers, _Mapping]]] = ...) -> None: ...
+    embedding_bytes: int
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ..., stage_layers: _Optional[_Iterable[_Union[StageLayers, _Mapping]]] = ..., embedding_bytes: _Optional[int] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
     __slots__ = ("max_num_seqs", "max_num_batched_tokens", "max_loras")
@@ -586,7 +590,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -596,6 +600,7 @@ class Submit(_message.Message):
     DECODE_FIELD_NUMBER: _ClassVar[int]
     AGGREGATED_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -611,13 +616,14 @@ class Submit(_message.Message):
     decode: DecodePhase
     aggregated: AggregatedPhase
     pooling: PoolingPhase
+    encode: EncodePhase
     probe: bool
     traceparent: str
     adapter: str
     cache_salt: str
     reasoning_gate: ReasoningGate
     media: _containers.RepeatedCompositeFieldContainer[MediaItem]
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ...) -> None: ...
 
 class ReasoningGate(_message.Message):
     __slots__ = ("parser", "kwargs_json")
@@ -628,12 +634,32 @@ class ReasoningGate(_message.Message):
     def __init__(self, parser: _Optional[str] = ..., kwargs_json: _Optional[str] = ...) -> None: ...
 
 class PrefillPhase(_message.Message):
-    __slots__ = ("transfer_id", "min_cached_tokens")
+    __slots__ = ("transfer_id", "min_cached_tokens", "embeddings")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     min_cached_tokens: int
-    def __init__(self, transfer_id: _Optional[str] = ..., min_cached_tokens: _Optional[int] = ...) -> None: ...
+    embeddings: EmbeddingSource
+    def __init__(self, transfer_id: _Optional[str] = ..., min_cached_tokens: _Optional[int] = ..., embeddings: _Optional[_Union[EmbeddingSource, _Mapping]] = ...) -> None: ...
+
+class EmbeddingSource(_message.Message):
+    __slots__ = ("transfer_id", "address", "instance_id", "row_bytes")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    address: str
+    instance_id: str
+    row_bytes: int
+    def __init__(self, transfer_id: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[str] = ..., row_bytes: _Optional[int] = ...) -> None: ...
+
+class EncodePhase(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
     __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "kv_handle", "live", "producer_stage_layers")
@@ -770,7 +796,7 @@ class StreamDelta(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., kv_handle: _Optional[bytes] = ..., exported_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class PhaseReport(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer", "prefill_busy_s", "decode_busy_s", "energy_j")
+    __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer", "prefill_busy_s", "decode_busy_s", "energy_j", "encode_s", "fetched_images")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
@@ -779,6 +805,8 @@ class PhaseReport(_message.Message):
     PREFILL_BUSY_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
     ENERGY_J_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_IMAGES_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     decode_s: float
@@ -787,7 +815,9 @@ class PhaseReport(_message.Message):
     prefill_busy_s: float
     decode_busy_s: float
     energy_j: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., prefill_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., energy_j: _Optional[float] = ...) -> None: ...
+    encode_s: float
+    fetched_images: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., prefill_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., energy_j: _Optional[float] = ..., encode_s: _Optional[float] = ..., fetched_images: _Optional[int] = ...) -> None: ...
 
 class TransferReport(_message.Message):
     __slots__ = ("transfer_s", "exposed_s", "bytes", "blocks", "transport", "digest_mismatches")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.types import IDLE
+from pdserve.types import IDLE, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -92,8 +92,9 @@ class Accounting:
             if report is None:
                 continue
             busy_s = report.prefill_busy_s + report.decode_busy_s
+            encodes = worker.role is Role.ENCODE
             for phase, seconds in (
-                ("prefill", report.prefill_busy_s),
+                ("encode" if encodes else "prefill", report.prefill_busy_s),
                 ("decode", report.decode_busy_s),
             ):
                 if not seconds:
@@ -108,7 +109,7 @@ class Accounting:
                 if not waste:
                     costs.append(cost)
                     energies.append(energy_j)
-            paid_prompt |= report.prefill_busy_s > 0
+            paid_prompt |= report.prefill_busy_s > 0 and not encodes
         charge = UsageCharge(sum_known(costs), sum_known(energies))
         if tenant and charge.cost:
             self._count("tenant_cost", tenant, by=charge.cost)

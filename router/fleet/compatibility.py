@@ -32,11 +32,14 @@ def check_compatible(info: WorkerInfo, registered: Iterable[WorkerInfo]) -> None
     """Raise InvalidRequest, naming the field, if the worker cannot serve together with the
     registered ones. Log those with which it cannot exchange KV."""
     others = [x for x in registered if x.worker_id != info.worker_id]
-    if info.role in (Role.PREFILL, Role.DECODE) and info.kv is None:
+    if info.role in (Role.PREFILL, Role.DECODE, Role.ENCODE) and info.kv is None:
         raise InvalidRequest(
             f"worker {info.worker_id}: a {info.role} worker needs a kv endpoint",
             field="worker.kv",
         )
+    if info.role is Role.ENCODE and info.kv is not None and not info.kv.embedding_bytes:
+        text = f"worker {info.worker_id}: an encode worker needs kv.embedding_bytes"
+        raise InvalidRequest(text, field="worker.kv.embedding_bytes")
     for other in others:
         if other.model.name != info.model.name:
             if shared := set(info.model.names) & set(other.model.names):
@@ -47,6 +50,8 @@ def check_compatible(info: WorkerInfo, registered: Iterable[WorkerInfo]) -> None
                 )
             continue
         for name in SAME_OF_A_MODEL:
+            if name == "max_model_len" and Role.ENCODE in (info.role, other.role):
+                continue  # it has no KV cache that could limit the context
             ours, theirs = getattr(info.model, name), getattr(other.model, name)
             if ours != theirs:
                 raise InvalidRequest(

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from pdserve.config import HealthConfig
 from pdserve.errors import InvalidRequest
-from pdserve.types import EngineLimits, ModelInfo, Role, WorkerInfo
+from pdserve.types import GENERATING, EngineLimits, ModelInfo, Role, WorkerInfo
 from router.fleet.compatibility import check_compatible
 from router.fleet.health import MAX_TICK_S, Breaker, OutlierEjection, PausingClock
 from router.fleet.member import Member, Reported
@@ -92,7 +92,7 @@ class Fleet:
         self._crash_loops: dict[str, Member] = {}
         self._capacity, self._membership = Notice(), Notice()
         # Views, built at the next use: each request reads them, and members change rarely.
-        self._by_model: dict[tuple[str, bool], list[Member]] = {}
+        self._by_model: dict[tuple[str, tuple[Role, ...]], list[Member]] = {}
         self._largest: dict[tuple[str, bool], tuple[int, int]] = {}
         self._models: dict[str, ModelInfo] = {}
 
@@ -278,29 +278,32 @@ class Fleet:
         """Return the models of all workers by name. The model of a lost worker stays until the
         worker is forgotten, because requests wait for its return."""
         if not self._models:
-            # Lost workers first, so that the models of live ones replace theirs.
-            members = sorted(self.members.values(), key=lambda m: not m.lost)
+            # Lost workers first, so that the models of live ones replace theirs. An encode worker
+            # has a part of its model alone.
+            members = [m for m in self.members.values() if m.info.role is not Role.ENCODE]
+            members.sort(key=lambda m: not m.lost)
             self._models = {m.info.model.name: m.info.model for m in members}
         return self._models
 
-    def of_model(self, name: str) -> Sequence[Member]:
-        """Return the generating workers of a model in order of registration, including lost
-        ones."""
-        return self._of_model(name, is_pooling=False)
+    def of_model(self, name: str, roles: tuple[Role, ...] = GENERATING) -> Sequence[Member]:
+        """Return the workers of a model that have one of these roles, in order of registration,
+        including lost ones."""
+        found = self._by_model.get((name, roles))
+        if found is None:
+            members = [m for m in self.members.values() if m.info.model.name == name]
+            found = [m for m in members if m.info.role in roles]
+            # Clients make up names: to keep empty results would take memory for each.
+            if found:
+                self._by_model[name, roles] = found
+        return found
 
     def pooling(self, name: str) -> Sequence[Member]:
         """Return the pooling workers of a model, including lost ones."""
-        return self._of_model(name, is_pooling=True)
+        return self.of_model(name, (Role.POOLING,))
 
-    def _of_model(self, name: str, *, is_pooling: bool) -> Sequence[Member]:
-        found = self._by_model.get((name, is_pooling))
-        if found is None:
-            members = [m for m in self.members.values() if m.info.model.name == name]
-            found = [m for m in members if (m.info.role is Role.POOLING) == is_pooling]
-            # Clients make up names: to keep empty results would take memory for each.
-            if found:
-                self._by_model[name, is_pooling] = found
-        return found
+    def encoding(self, name: str) -> Sequence[Member]:
+        """Return the encode workers of a model, including lost ones."""
+        return self.of_model(name, (Role.ENCODE,))
 
     def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
         """Return the largest capacity of a worker of a model in tokens, and the largest block size.
@@ -330,7 +333,11 @@ class Fleet:
         return any(m.state is MemberState.READY for m in self.of_model(model))
 
     def is_last(self, member: Member) -> bool:
-        """Return True if no other worker of its model is ready."""
-        is_pooling = member.info.role is Role.POOLING
-        others = self._of_model(member.info.model.name, is_pooling=is_pooling)
+        """Return True if no other worker of its model can do what it does. Nothing needs an encode
+        worker."""
+        role = member.info.role
+        if role is Role.ENCODE:
+            return False
+        roles = GENERATING if role in GENERATING else (role,)
+        others = self.of_model(member.info.model.name, roles)
         return not any(m.state is MemberState.READY for m in others if m is not member)

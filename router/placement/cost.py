@@ -352,6 +352,7 @@ class CostModel:
         self._fits: dict[str, _Fits] = {}  # by model
         self._queues: dict[str, _PromptQueue] = {}  # by worker
         self._means: dict[str, RequestMeans] = {}  # by model
+        self._encodes: dict[str, _Mean] = {}  # by model: time for a token of an image
         self._transfers: dict[tuple[str, str], _Mean] = {}
         self._distances: dict[tuple[str, str], _Mean] = {}  # by model and topology.distance
         self._copies: dict[tuple[str, str], _Line] = {}  # likewise
@@ -596,6 +597,18 @@ class CostModel:
         queue.change(prompt.work, -1)
         if not queue.prompts:
             del self._queues[prompt.worker_id]
+
+    def encoded(self, model: str, tokens: int, seconds: float) -> None:
+        """Record the time of an encode worker for images of so many tokens."""
+        self._encodes.setdefault(model, _Mean()).add(seconds / tokens)
+
+    def encode_s(self, model: str, tokens: int) -> float | None:
+        mean = self._encodes.get(model)
+        return None if mean is None or mean.count < MIN_SAMPLES else tokens * mean.value
+
+    def prefill_wait_s(self, demand: Demand, prefill: Candidate, cached: Cached) -> float | None:
+        first = self._first_token_s(prefill, _work(demand, prefill, cached), _NO_BATCH)
+        return None if first is None else first[0]
 
     def answered(
         self, model: str, usage: Usage, receipt: Receipt, *, ttft_s: float, e2e_s: float

@@ -96,6 +96,8 @@ def _decision_to_pb(recorded: RecordedDecision) -> a.PlacementDecision:
         excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.excluded)],
         candidates=[_candidate_to_pb(c, decision, reasons) for c in decision.candidates],
         asked_prefix=decision.asked_prefix,
+        encoder=decision.encoder,
+        encoder_reason=decision.encoder_reason,
         predictions=[
             a.PlacementPrediction(
                 prefill=prediction.prefill or "",

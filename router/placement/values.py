@@ -202,7 +202,8 @@ class Decision(Struct, eq=False, gc=False):
 
     `placement` is None if the request has to wait for capacity. `totals`: the scores of the last
     comparison. `in_tiers`: prompt tokens in host memory by worker id. `fetches`: what a worker that
-    computes the prompt could have copied to it, by its id. `filters.why_not` derives why the other
+    computes the prompt could have copied to it, by its id. `encoder`: the encode worker of the
+    images, "" if none; `encoder_reason`: why (encoders.py). `filters.why_not` derives why the other
     candidates lost.
     """
 
@@ -219,6 +220,8 @@ class Decision(Struct, eq=False, gc=False):
     fetches: dict[str, PrefixFetch] = {}
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
+    encoder: str = ""
+    encoder_reason: str = ""
 
     def without_prompt(self) -> Decision:
         """Return the decision without the prompt's tokens."""

@@ -180,6 +180,10 @@ class Attempt:
         self._transfer_id = "" if moved is None else moved.transfer_id
         pair, cause, style = reservation.pair, answer.cause, HandoffStyle.CONCURRENT
         self._prefill: WorkerStream | None = None
+        self._encode: WorkerStream | None = None
+        if reservation.encode_charge is not None:
+            self._encode = WorkerStream(Side.ENCODE, reservation.encode_charge, None, cause)
+            answer.streams.append(self._encode)
         if reservation.prefill_charge is not None:
             self._transfer_id = secrets.token_hex(16)
             self._prefill = WorkerStream(Side.PREFILL, reservation.prefill_charge, pair, cause)
@@ -240,6 +244,8 @@ class Attempt:
             if self._decode.role is Role.POOLING:
                 pooling = w.PoolingPhase(second_text_at=self._request.second_text_at)
                 command.submit.pooling.CopyFrom(pooling)
+            elif self._decode.role is Role.ENCODE:
+                command.submit.encode.transfer_id = secrets.token_hex(16)  # a health check
             else:
                 command.submit.aggregated.SetInParent()
             self._submit(self._decode, command)
@@ -249,6 +255,8 @@ class Attempt:
             command = self._command(resume)
             command.submit.prefill.transfer_id = self._transfer_id
             command.submit.prefill.min_cached_tokens = self._min_cached_tokens
+            if self._encode is not None and (source := self._submit_encode(self._encode)):
+                command.submit.prefill.embeddings.CopyFrom(source)
             self._submit(self._prefill, command)
 
     def _close(self, end: Finished | Failed | Moved | None) -> None:
@@ -271,6 +279,10 @@ class Attempt:
                 self._close_stream(stream, stream.side, reason)
         if self._previous is not None:
             self._close_stream(self._previous, Side.PREVIOUS, reason)
+        if (encode := self._encode) is not None and encode.is_prefilling:
+            encode.charge.release()
+            if encode.stream_id is not None and not encode.member.lost:
+                self._links[encode.member].cancel(encode.stream_id, reason)
         self._reservation.release()
 
     def _close_stream(self, stream: WorkerStream, side: Side, reason: str) -> None:
@@ -297,6 +309,13 @@ class Attempt:
             self._write(AnswerDelta((token_id,), text, index=answer.index))
 
     def on_delta(self, stream: WorkerStream, delta: StreamDelta) -> None:
+        if stream.side is Side.ENCODE:
+            stream.is_prefilling = False
+            self._on_last(stream, delta)
+            if delta.error is not None:
+                name, message = stream.worker_id, delta.error.message
+                logger.info("worker %s did not encode, prefill does: %s", name, message)
+            return
         if stream.is_prefilling:
             # The first delta means that the prompt is computed, or that it never will be.
             stream.is_prefilling = False
@@ -321,6 +340,8 @@ class Attempt:
             if delta.error.code == EngineDied.code:
                 stream.died = stream.engine_died = True
                 self._fleet.engine_died(stream.member)
+        if stream.side is Side.PREFILL and self._encode is not None:
+            self._judge_encoder(self._encode, stream, delta)
         if stream.side is Side.DECODE and stream.pair is not None:
             self._judge_pair(stream.pair, delta)
 
@@ -329,6 +350,9 @@ class Attempt:
         # Without a stream id the worker was not sent anything.
         was_sent, left = stream.stream_id is not None, stream.member.has_left
         stream.died = was_sent and not left and isinstance(error, WorkerFailed)
+        if stream.side is Side.ENCODE:
+            stream.is_prefilling = False
+            return
         self._perform(self._handoff.on_lost(stream.side, error))
 
     def _expire(self) -> None:
@@ -351,6 +375,43 @@ class Attempt:
         except PdserveError as error:
             # A copy, because the error's traceback refers to this attempt.
             self.on_lost(stream, copy(error))
+
+    def _submit_encode(self, stream: WorkerStream) -> w.EmbeddingSource | None:
+        """Send the images to the encode worker. Return where prefill finds their embeddings; None
+        if the worker cannot be reached: prefill then encodes."""
+        info, kv = stream.member.info, stream.member.info.kv
+        if stream.member.lost or kv is None:
+            return None
+        request, command = self._request, w.Command()
+        submit, transfer_id = command.submit, secrets.token_hex(16)
+        submit.request_id, submit.traceparent = request.request_id, request.traceparent
+        submit.prompt_token_ids.extend(request.prompt_token_ids)
+        submit.sampling.max_tokens = 1
+        submit.media.extend(map(wire.media_to_pb, self._media))
+        submit.encode.transfer_id = transfer_id
+        try:
+            stream.stream_id = self._links[stream.member].submit(command, self, stream)
+        except PdserveError as error:
+            logger.info("prefill encodes for request %s: %s", request.request_id, error.message)
+            return None
+        return w.EmbeddingSource(
+            transfer_id=transfer_id,
+            address=kv.addresses[0],
+            instance_id=info.instance_id,
+            row_bytes=kv.embedding_bytes,
+        )
+
+    def _judge_encoder(
+        self, encode: WorkerStream, prefill: WorkerStream, last: StreamDelta
+    ) -> None:
+        """Report to outlier ejection whether embeddings reached the prefill worker."""
+        if encode.report is None or last.error is not None or last.report is None:
+            return
+        pair, outliers = (encode.worker_id, prefill.worker_id), self._fleet.outliers
+        if last.report.fetched_images:
+            outliers.succeeded(pair)
+        elif outliers.failed(pair, self._fleet.now(), "no embedding arrived"):
+            logger.warning("the pair of workers %s and %s is ejected: no embedding arrived", *pair)
 
     def _command(self, resume: Sequence[int], *, computes: bool = True) -> w.Command:
         """Return a submit command that continues after `resume`. The caller sets its phase. Only a

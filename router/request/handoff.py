@@ -39,11 +39,13 @@ if TYPE_CHECKING:
 
 class Side(StrEnum):
     """A stream of an attempt. DECODE is also the only one of an aggregated attempt. PREVIOUS is the
-    exported stream that the previous attempt left; it sends nothing."""
+    exported stream that the previous attempt left; it sends nothing. ENCODE computes embeddings for
+    PREFILL; an attempt does not depend on it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     PREVIOUS = "previous"
+    ENCODE = "encode"
 
 
 class SubmitDecode(Struct, frozen=True):

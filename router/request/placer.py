@@ -13,6 +13,7 @@ from pdserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound,
 from pdserve.types import HandoffStyle, Role
 from router.admission import NoAdapterSlot, NoRoom
 from router.placement.decisions import DecisionLog
+from router.placement.encoders import choose_encoder
 from router.placement.filters import feasible, with_states
 from router.placement.policies import place_aggregated, place_live, place_or_aggregate
 from router.placement.revisions import RevisionShares, cohort, draw, of_revision
@@ -93,6 +94,7 @@ class Reservation:
     with the KV of `producer`, which has decoded before. `prediction` has the expected latencies.
     `revision` is the revision of the workers, None if their model has no weights. `fetch`: cached
     KV to copy from another worker before the prompt is computed.
+    `encoder` computes the embeddings of the prompt's `image_tokens` for `prefill`.
     """
 
     def __init__(
@@ -109,6 +111,8 @@ class Reservation:
         adapter: str = "",
         revision: str | None = None,
         fetch: PrefixFetch | None = None,
+        encoder: Member | None = None,
+        image_tokens: int = 0,
     ) -> None:
         """`queued`: the prompt in the cost model, which knows of it until `prefilled`."""
         self.decode, self.prefill, self.producer = decode, prefill, producer
@@ -116,6 +120,7 @@ class Reservation:
         self.prediction, self.fetch = prediction, fetch
         self._queued = queued
         self.prefill_charge: Charge | None = None
+        self.encode_charge = None if encoder is None else Charge(encoder, image_tokens)
         self._children_charge: Charge | None = None
         if decode.info.role is Role.PREFILL:
             # Prefill frees its blocks after one token, so a prefill worker reserves none.
@@ -164,9 +169,9 @@ class Reservation:
         self.prefilled()
         if self._children_charge is not None:
             self._children_charge.release()
-        self.decode_charge.release()
-        if self.prefill_charge is not None:
-            self.prefill_charge.release()
+        for charge in (self.decode_charge, self.prefill_charge, self.encode_charge):
+            if charge is not None:
+                charge.release()
 
 
 class Placer:
@@ -374,6 +379,12 @@ class Placer:
         placement = decision.placement
         if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
             decision, placement = structs.replace(decision, placement=None), None
+        encoder = None
+        if demand.media and placement is not None and (found := self._fleet.encoding(demand.model)):
+            choice = choose_encoder(decision, [m.seen() for m in found], self._costs)
+            names = {"encoder": choice.worker_id, "encoder_reason": choice.reason}
+            decision = structs.replace(decision, **names)
+            encoder = self._fleet.members.get(choice.worker_id)
         self._log.record(decision, time.time(), cause=cause)
         if placement is None:
             raise NoRoom(f"no decode worker of model {demand.model} has room")
@@ -401,6 +412,8 @@ class Placer:
             adapter=demand.adapter,
             revision=demand.revision,
             fetch=fetch if fetch is not None and fetch.worth else None,
+            encoder=encoder,
+            image_tokens=sum(length for *_, length in demand.media),
         )
 
     def _unsaturated(self, decision: Decision, policy: Place) -> Decision:

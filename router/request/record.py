@@ -83,12 +83,17 @@ def receipt_of(
     first = answer.first_token_stream
     queue_s, prefill_s, decode_s, transfer = admission_s, 0.0, 0.0, _NO_TRANSFER
     decode: WorkerStream | None = None
+    encode_worker, encode_s, fetched = "", 0.0, 0
     for stream in answer.streams:
         if stream.side is Side.DECODE:
             decode = stream
         report = stream.report
         if report is None:
             continue
+        if stream.side is Side.ENCODE:
+            encode_worker, encode_s = stream.worker_id, encode_s + report.encode_s
+            continue
+        fetched += report.fetched_images
         overlaps = stream.side is Side.DECODE and stream.pair is not None
         queue_s += 0.0 if overlaps else report.queue_s
         prefill_s += report.prefill_s
@@ -116,6 +121,8 @@ def receipt_of(
     if (copied := answer.fetched) is not None:
         receipt.fetched_from, receipt.fetch_s = copied.holder, copied.seconds
         receipt.fetched_tokens, receipt.fetched_blocks = copied.tokens, copied.blocks
+    receipt.encode_worker, receipt.encode_s = encode_worker, encode_s
+    receipt.fetched_images = fetched
     return receipt
 
 

@@ -26,7 +26,7 @@ from router.placement.filters import check_servable
 from router.request.answer import AnswerDelta
 from router.request.attempt import Answer, Attempt, Moved
 from router.request.failover import Failover
-from router.request.handoff import Failed, Finished
+from router.request.handoff import Failed, Finished, Side
 from router.request.pooling import pick
 from router.request.record import (
     RECORDS_KEPT,
@@ -292,6 +292,12 @@ class RequestServer:
             revision=parent.revision,
             trace_id=record.trace_id,
         )
+        if image_tokens := sum(x.length for x in request.media):
+            metrics.count("fetched_images", request.model, by=receipt.fetched_images)
+            for stream in parent.answer.streams:
+                if stream.side is Side.ENCODE and stream.report is not None:
+                    seconds = stream.report.encode_s
+                    self._services.costs.encoded(request.model, image_tokens, seconds)
         # Retries, resumed and parallel answers would distort the means of the cost model.
         if len(generations) == 1 and not (receipt.fallbacks or resumed):
             ttft_s, e2e_s = ttft_s - waited_s, e2e_s - waited_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -14,6 +15,7 @@ from tests.support.images import png
 from tests.support.timeouts import WAIT_S, wait_until
 from workers.fake.render import IMAGE_TOKENS
 from workers.fake.settings import FakeFaults
+from workers.session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +73,25 @@ async def test_each_answer_is_about_its_own_image() -> None:
         assert f'pdserve_render_seconds_count{{model="pdserve-demo"}} {2 * MANY}' in page
 
 
+async def test_decode_gets_less_than_2_kib_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the connections of real workers. Prefill gets all of it."""
+    received: Counter[str] = Counter()
+    data_received = Session.data_received
+
+    def counted(session: Session, data: bytes) -> None:
+        received[session._instance_id.partition("-")[0]] += len(data)
+        data_received(session, data)
+
+    monkeypatch.setattr(Session, "data_received", counted)
+    pair = [png(3, 1) + bytes(100_000), png(4, 1) + bytes(100_000)]
+    async with Cluster(prefill=1, decode=1, engine_args=SIZE) as cluster:
+        await ask(cluster, body())
+        text = received.copy()
+        await ask(cluster, body(*pair))
+    assert received["prefill"] - text["prefill"] > 200_000
+    assert received["decode"] - text["decode"] < 2 * 2048
+
+
 @pytest.mark.parametrize(
     ("role", "act"), [("prefill", "kill"), ("decode", "kill"), ("decode", "drain")]
 )
@@ -103,6 +124,63 @@ async def test_an_answer_goes_on_without_its_worker(role: str, act: str) -> None
         assert text_of(answer) == expected
         assert answer[1]["pdserve"]["receipt"]["fallbacks"]
         await cluster.assert_no_leaks()
+
+
+async def test_images_go_to_an_encode_worker_while_prefill_is_busy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A lone request does not. Answers are those without it, and `explain` says why."""
+    slow = {**SIZE, "prefill_s": 0.002}
+    async with Cluster(aggregated=1, engine_args=SIZE) as cluster:
+        expected = [text_of(x) for x in await ask(cluster, *map(body, IMAGES))]
+    async with Cluster(prefill=1, decode=1, encode=1, engine_args=slow) as cluster:
+        (alone,) = await ask(cluster, body(IMAGES[0]))
+        assert alone[1]["pdserve"]["receipt"]["encode_worker"] == ""
+        answers = await ask(cluster, *map(body, IMAGES))
+        assert list(map(text_of, answers)) == expected
+        receipts = {x[1]["id"]: x[1]["pdserve"]["receipt"] for x in answers}
+        encoded = [x for x, receipt in receipts.items() if receipt["encode_worker"]]
+        assert encoded
+        for request_id in encoded:
+            receipt = receipts[request_id]
+            assert (receipt["encode_worker"], receipt["fetched_images"]) == ("encode-0", 1)
+            assert receipt["encode_s"] > 0
+            capsys.readouterr()
+            assert await cluster.command("explain", request_id) == 0
+            text = capsys.readouterr().out
+            assert "images on encode-0, prefill on prefill-0" in text
+            assert "images are encoded by encode-0: " in text
+        page = await cluster.metrics()
+        fetched = sum(x["fetched_images"] for x in receipts.values())
+        assert f'pdserve_fetched_images_total{{model="pdserve-demo"}} {fetched}' in page
+        line = 'kind="encode",model="pdserve-demo",reason="",role="encode"'
+        assert f"pdserve_engine_seconds_total{{{line}}}" in page, [
+            x for x in page.splitlines() if "engine_seconds" in x
+        ]
+
+
+@pytest.mark.parametrize("act", ["kill", "crash", "drain"])
+async def test_answers_go_on_without_the_encode_worker(act: str) -> None:
+    slow = {**SIZE, "prefill_s": 0.001}
+    async with Cluster(aggregated=1, engine_args=SIZE) as cluster:
+        expected = [text_of(x) for x in await ask(cluster, *map(body, IMAGES))]
+    async with Cluster(prefill=1, decode=1, encode=1, engine_args=slow) as cluster:
+        # It takes images, and encodes none.
+        cluster.faults("encode-0", FakeFaults(stall_at_step=1))
+        asking = asyncio.create_task(ask(cluster, *map(body, IMAGES)))
+        await wait_until(lambda: cluster.busy("encode-0"))
+        if act == "kill":
+            await cluster.kill("encode-0")
+        elif act == "crash":
+            cluster.crash("encode-0")
+        else:
+            cluster.faults("encode-0", FakeFaults())
+            assert await cluster.command("drain", "encode-0", "--json") == 0
+        answers = await asking
+        assert list(map(text_of, answers)) == expected
+        assert all(not x[1]["pdserve"]["receipt"]["fallbacks"] for x in answers)
+        again = await ask(cluster, *map(body, IMAGES))
+        assert list(map(text_of, again)) == expected
 
 
 async def test_a_request_says_why_its_images_are_not_rendered() -> None:

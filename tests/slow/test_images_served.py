@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import os
 import signal
 import subprocess
@@ -24,10 +25,10 @@ from tests.support.images import png
 from tests.support.model_matrix import install_torchvision
 from tests.support.pdserve_up import UpProcess
 from tests.support.served_up import ServedUp
-from tests.support.timeouts import START_S
+from tests.support.timeouts import START_S, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     Body = dict[str, Any]
 
@@ -59,7 +60,8 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., UpProcess]:
+    """Make the model. Return a function that serves it by workers of the given roles."""
     folder, env = tmp_path_factory.mktemp("images"), dict(os.environ)
     if not find_spec("torchvision"):
         try:
@@ -77,6 +79,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         flags += ["--dtype", "float32", "--max-model-len", "1024", *roles]
         return UpProcess(directory, str(model), *flags, command="serve", env=env)
 
+    return start
+
+
+@pytest.fixture(scope="module")
+def served(start: Callable[..., UpProcess]) -> Iterator[Served]:
     with (
         closing(start("pair", "--prefill", "1", "--decode", "1")) as pair,
         closing(start("one", "--aggregated", "1", "--prefill", "0", "--decode", "0")) as one,
@@ -84,13 +91,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(ServedUp(pair), ServedUp(one))
 
 
+@pytest.fixture(scope="module")
+def with_encoder(start: Callable[..., UpProcess]) -> Iterator[ServedUp]:
+    roles = ("--encode", "1", "--prefill", "1", "--decode", "1")
+    with closing(start("trio", *roles)) as trio:
+        yield ServedUp(trio)
+
+
 def url_of(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
-def chat(image: bytes, **more: Any) -> Body:
+def chat(image: bytes, text: str = TEXT, **more: Any) -> Body:
     parts = [
-        {"type": "text", "text": TEXT},
+        {"type": "text", "text": text},
         {"type": "image_url", "image_url": {"url": url_of(image)}},
     ]
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": TOKENS, **more}
@@ -181,3 +195,40 @@ async def test_an_answer_goes_on_when_its_decode_worker_is_killed(served: Served
     assert "".join(pieces) == expected
     assert receipt is not None
     assert receipt["fallbacks"]
+
+
+async def check_at_once(served: Served, with_encoder: ServedUp, text: str) -> asyncio.Task[int]:
+    """Ask about all images at once. Return a task that compares the answers with the reference, and
+    counts the images that were encoded by the encode worker."""
+    asked = [chat(image, text) for image in IMAGES]
+    expected = [await chat_text(served.reference, each) for each in asked]
+
+    async def check() -> int:
+        answers = await asyncio.gather(*(post(with_encoder, "chat/completions", x) for x in asked))
+        for (status, answer), right in zip(answers, expected, strict=True):
+            assert status == 200, answer
+            assert answer["choices"][0]["message"]["content"] == right
+        receipts = [answer["pdserve"]["receipt"] for _, answer in answers]
+        assert not any(x["fallbacks"] for x in receipts)
+        return sum(x["fetched_images"] for x in receipts)
+
+    return asyncio.create_task(check())
+
+
+async def test_an_encode_worker_changes_no_answer_and_may_be_killed(
+    served: Served, with_encoder: ServedUp
+) -> None:
+    """Prefill gets embeddings while it is busy. Without its encode worker it makes them itself,
+    until the next one is there."""
+    rounds = itertools.count()
+
+    async def is_used() -> bool:
+        return await (await check_at_once(served, with_encoder, f"{TEXT} {next(rounds)}")) > 0
+
+    await wait_until(is_used)
+    (pid,) = [x["pid"] for x in with_encoder.ready["workers"] if x["role"] == "encode"]
+    checking = await check_at_once(served, with_encoder, f"{TEXT} now")
+    os.kill(pid, signal.SIGKILL)
+    await checking
+    await wait_until(is_used, within_s=START_S)
+    await with_encoder.until_empty()

@@ -118,6 +118,7 @@ class Cluster:
         decode: int = 0,
         aggregated: int = 0,
         pooling: int = 0,
+        encode: int = 0,
         engine_args: dict[str, object] | None = None,
         router: dict[str, Any] | None = None,
         worker: dict[str, Any] | None = None,
@@ -126,7 +127,7 @@ class Cluster:
         limits: RouterLimits = DEFAULT_LIMITS,
     ) -> None:
         counts = {Role.PREFILL: prefill, Role.DECODE: decode}
-        counts |= {Role.AGGREGATED: aggregated, Role.POOLING: pooling}
+        counts |= {Role.AGGREGATED: aggregated, Role.POOLING: pooling, Role.ENCODE: encode}
         self._roles = {f"{role}-{i}": role for role, n in counts.items() for i in range(n)}
         # Steps without any duration would starve everything else on this one event loop.
         self._engine_args = {"step_s": 0.001, **(engine_args or {})}

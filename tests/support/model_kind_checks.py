@@ -81,6 +81,7 @@ async def kind_engines(
     decode: Mapping[str, Any] | None = None,
     prefill_env: Mapping[str, str] | None = None,
     shares_experts: bool = False,
+    kv: ConnectorConfig | None = None,
     **more: Any,
 ) -> AsyncIterator[KindEngines]:
     """Start the engines; `env` applies to the pair, `prefill`, `decode` and `prefill_env` to one of
@@ -99,7 +100,7 @@ async def kind_engines(
     each_settings = {
         name: settings(
             model,
-            kv=ConnectorConfig() if name else None,
+            kv=(kv or ConnectorConfig()) if name else None,
             instance_id=name,
             **arguments,
             **own.get(name, {}),

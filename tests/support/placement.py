@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from router.placement.values import Candidate, Decision, Placement, PrefixFetch
 
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED, "e": Role.ENCODE}
 DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
 IDLE = WorkerLoad(0, 0, 0.0, 100)
 HALF = WorkerLoad(0, 4, 0.5, 50)

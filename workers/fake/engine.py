@@ -48,6 +48,7 @@ from workers.cache_mirror import CacheMirror
 from workers.engine import (
     NO_LORA,
     DecodePhase,
+    EncodePhase,
     EngineInfo,
     PoolingPhase,
     PrefillPhase,
@@ -151,7 +152,7 @@ class Sequence:
         if stop is not None or is_eos:
             return self.end(delta, FinishReason.STOP, now)
         is_full = len(self.generated) >= sampling.max_tokens
-        if is_full or isinstance(self.work.phase, PrefillPhase):
+        if is_full or isinstance(self.work.phase, PrefillPhase | EncodePhase):
             return self.end(delta, FinishReason.LENGTH, now, goes_on=not is_full)
         return replace(delta, text=self.text.take(finished=False))
 
@@ -309,6 +310,7 @@ class FakeEngine:
             compatibility=f"fake/{self._model.name}/{block_size}",
             layout={"engine": "fake", "block_size": str(block_size)},
             transports=("fake",),
+            embedding_bytes=4,  # routers read it of encode workers alone
         )
 
     def _spawn(self, action: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -539,6 +541,8 @@ class FakeEngine:
             if sequence.kv is None and self._cache is not None:
                 self._cache.keep(work)
             delta = sequence.advance(self._now())
+            if isinstance(work.phase, EncodePhase):
+                return self._encoded(delta, sequence)
             if isinstance(work.phase, PoolingPhase):
                 delta = replace(
                     delta,
@@ -551,6 +555,8 @@ class FakeEngine:
             return delta
         del self._running[work.stream_id]
         if isinstance(work.phase, PrefillPhase):
+            if delta.report is not None and work.phase.embeddings is not None:
+                delta.report.fetched_images = len(work.media)
             if delta.finish_reason is FinishReason.LENGTH:
                 self._lease(work.phase.transfer_id, sequence.handoff)
                 return delta
@@ -559,6 +565,14 @@ class FakeEngine:
         if self._cache is not None and delta.error is None:
             self._cache.keep(work, sequence.generated[:-1])
         return delta
+
+    def _encoded(self, delta: StreamDelta, sequence: Sequence) -> StreamDelta:
+        """End a stream that computes embeddings. They are made and fetched in name only."""
+        del self._running[delta.stream_id]
+        self._free += sequence.blocks
+        report = delta.report or PhaseReport()
+        encoded = PhaseReport(queue_s=report.queue_s, encode_s=report.prefill_s)
+        return StreamDelta(delta.stream_id, finish_reason=FinishReason.STOP, report=encoded)
 
     def _blocks_needed(self, work: Work) -> int:
         """Return the blocks that `work` holds at its end. Raises the error that refuses it."""

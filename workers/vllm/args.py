@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from pydantic import TypeAdapter, ValidationError
-from vllm.config import KVTransferConfig
+from vllm.config import ECTransferConfig, KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs, get_type_hints
 from vllm.platforms import current_platform
 
@@ -71,6 +71,8 @@ def kv_transfer_config(settings: VllmSettings) -> KVTransferConfig | None:
     """Return the configuration of the connectors, the one that hands over first."""
     connectors = []
     kv, tiers = settings.kv, settings.tiers
+    if settings.encodes:
+        return None
     if kv is not None:
         is_nixl = kv.connector == "nixl"
         extra = {"kv_lease_duration": math.ceil(kv.lease_s)} if is_nixl else msgspec.to_builtins(kv)
@@ -93,6 +95,17 @@ def _connector(name: str, module: str | None, extra: Mapping[str, Any]) -> dict[
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": dict(extra),
     }
+
+
+def ec_transfer_config(settings: VllmSettings, role: str) -> ECTransferConfig:
+    """Return the configuration of the connector of embeddings, for vLLM's `role`."""
+    return ECTransferConfig(
+        ec_connector="PdEcConnector",
+        ec_connector_module_path="kv_transfer.vllm.ec_connector",
+        ec_role=role,
+        engine_id=settings.instance_id,
+        ec_connector_extra_config=msgspec.to_builtins(settings.kv),
+    )
 
 
 def _tier_config(tiers: TiersConfig) -> dict[str, Any]:
@@ -125,12 +138,17 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
             "engine_args.enable_prefix_caching must be true: kv.tiers keeps prefixes",
             field="engine_args.enable_prefix_caching",
         )
+    if settings.encodes:
+        if ranks_of(args) > 1:
+            raise ConfigError("an encode worker has one rank", field="tensor_parallel_size")
+        args["enable_prefix_caching"] = False  # there is no KV cache
     check_packages(args.get("speculative_config") or {})
     if current_platform.is_cpu() and "kv_cache_memory_bytes" not in args:
         args["kv_cache_memory_bytes"] = cpu_cache_bytes(settings.model_path, settings.threads)
     if settings.kv is not None and not current_platform.is_cpu():
         total_bytes = current_platform.get_device_total_memory()
         args |= memory_left_to_kv(settings.kv, args, total_bytes, EngineArgs.gpu_memory_utilization)
+    embeddings = ec_transfer_config(settings, "ec_producer") if settings.encodes else None
     return EngineArgs(
         model=settings.model_path,
         served_model_name=list(settings.model_names),
@@ -141,6 +159,7 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         master_addr=settings.nodes.master_addr or EngineArgs.master_addr,
         master_port=settings.nodes.master_port,
         kv_transfer_config=kv_transfer_config(settings),
+        ec_transfer_config=embeddings,
         kv_events_config=events_config(enabled=bool(args["enable_prefix_caching"])),
         # vLLM's cache would take the fields that a decode worker gets for the whole image.
         mm_processor_cache_gb=0,
@@ -156,7 +175,12 @@ def make_config(settings: VllmSettings, context: UsageContext) -> VllmConfig:
     if settings.group.size > 1:
         _check_group(args)
     try:
-        return args.create_engine_config(context)
+        config = args.create_engine_config(context)
+        is_ours = settings.kv is not None and settings.kv.connector == "pdserve"
+        if is_ours and not settings.encodes and config.model_config.is_multimodal_model:
+            # Set only now, because a model without images would have the connector in its way.
+            config.ec_transfer_config = ec_transfer_config(settings, "ec_consumer")
+        return config
     except ValueError as error:
         if find_spec("torchvision") or "failed to be inspected" not in str(error):
             raise

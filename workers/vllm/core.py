@@ -9,6 +9,7 @@ ranks vLLM's multiprocess executor runs the model; its processes end with this o
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
@@ -17,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.ec_transfer import get_ec_transfer
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.entrypoints.pooling.scoring.utils import compress_token_type_ids
 from vllm.exceptions import VLLMClientError
@@ -57,6 +59,7 @@ from pdserve.types import (
 from workers.engine import (
     NO_LORA,
     DecodePhase,
+    EncodePhase,
     EngineInfo,
     PoolingPhase,
     PrefillPhase,
@@ -72,7 +75,7 @@ from workers.vllm.args import (
     warn_of_cut_context,
 )
 from workers.vllm.experts import expert_tokens, mend_experts
-from workers.vllm.kv_params import handle_of, params_for
+from workers.vllm.kv_params import connector_params, handle_of
 from workers.vllm.lockstep import LockstepEngine
 from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.pipeline import mend_pipeline
@@ -125,7 +128,7 @@ class VllmCore:
         # The context's defaults suit a server.
         context = UsageContext.OPENAI_API_SERVER
         config = make_config(settings, context)
-        if settings.kv is not None:
+        if settings.kv is not None and not settings.encodes:
             check_model(config)
         if current_platform.is_cpu():
             check_on_cpu(config)
@@ -144,7 +147,12 @@ class VllmCore:
         self._executor = core.model_executor
         if current_platform.is_cpu():
             self._mend()
-        has_kv = settings.kv is not None
+        has_kv = settings.kv is not None and not settings.encodes
+        # Of embeddings: of an encode worker the half that runs with the model.
+        self._embeddings: Any = None
+        if config.ec_transfer_config is not None:
+            is_producer = settings.encodes
+            self._embeddings = get_ec_transfer() if is_producer else self._scheduler.ec_connector
         self._connector: Any = first_of(self._scheduler.get_kv_connector()) if has_kv else None
         # The connector's half that runs with the model, if that is in this process.
         is_here = has_kv and has_kv_transfer_group()
@@ -165,6 +173,7 @@ class VllmCore:
             self.load = self._read_load()
             kv = self.info.kv
             self._handoff = HandoffStyle.CONCURRENT if kv is None else kv.handoff
+            self._encodes = settings.encodes
             nodes = settings.nodes
             # Descriptors that are readable when a step would find that a transfer ended; () if the
             # connector has none.
@@ -177,7 +186,7 @@ class VllmCore:
                 self.wakeups = self._ranks.wakeups
             is_pooling = config.model_config.runner_type == "pooling"
             check_computes(self._engine, self._pooling_of if is_pooling else None)
-            if not is_pooling:
+            if not (is_pooling or settings.encodes):
                 measure_steps(self._engine, busy.recorder)
             # From here on steps count as work, and the prefix cache is reported.
             self.steps = StepWatch(self._scheduler, busy, self._runner_half)
@@ -250,7 +259,7 @@ class VllmCore:
                 config.scheduler_config.max_num_batched_tokens,
                 config.lora_config.max_loras if config.lora_config else 0,
             ),
-            kv=self._endpoint(),
+            kv=self._endpoint(settings),
             settings=settings_in_effect(config),
             unsupported_fields=unsupported_fields(
                 speculates=config.speculative_config is not None,
@@ -260,7 +269,16 @@ class VllmCore:
             gpus=0 if is_cpu else config.parallel_config.world_size,
         )
 
-    def _endpoint(self) -> KvEndpoint | None:
+    def _endpoint(self, settings: VllmSettings) -> KvEndpoint | None:
+        if settings.encodes:
+            plane = self._embeddings.plane
+            return KvEndpoint(
+                addresses=(plane.address,),
+                compatibility=plane.compatibility,
+                layout=plane.layout,
+                transports=plane.transports,
+                embedding_bytes=self._embeddings.row_bytes,
+            )
         if self._connector is None:
             return None
         first = self._executor.collective_rpc(handshake_in)[0]
@@ -287,11 +305,17 @@ class VllmCore:
         if scheduler.running:
             return True
         waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
-        return waiting > len(scheduler.deferred_waiting) and not self.ledger().pinned_blocks
+        blocked = len(scheduler.deferred_waiting)
+        if self._embeddings is not None:
+            blocked += self._embeddings.waiting_requests
+        return waiting > blocked and not self.ledger().pinned_blocks
 
     def kv_look(self) -> KvLook | None:
         """Return a function that any thread may call for the state of KV transfers; None if that is
         in other processes: then `kv_ranks`."""
+        if self._encodes:
+            look: KvLook = self._embeddings.plane.snapshot
+            return look
         return None if self._runner_half is None else self._runner_half.snapshot
 
     def kv_ranks(self) -> tuple[KvSnapshot, ...]:
@@ -326,6 +350,8 @@ class VllmCore:
         key = f"{work.request_id}/{work.stream_id}"
         try:
             check_work(work, self.info.model, has_kv=self._connector is not None)
+            if isinstance(work.phase, EncodePhase) is not self._encodes:
+                raise InvalidRequest("this engine has another part of the model", field="phase")
             work.sampling.check_supported(self.info.unsupported_fields)
             if self._connector is None and work.resume_token_ids:
                 raise InvalidRequest(
@@ -335,7 +361,7 @@ class VllmCore:
             adapter = self._adapters.get(work.adapter)
             if work.adapter and adapter is None:
                 raise InvalidRequest(f"adapter {work.adapter} is not loaded", field="adapter")
-            transfer = params_for(work, self._handoff)
+            transfer = connector_params(work, self._handoff)
             phase = work.phase
             vllm_id = self._engine.add_request(
                 key,
@@ -349,6 +375,8 @@ class VllmCore:
             set_gate(self._scheduler, vllm_id, work.reasoning_gate)
         except (PdserveError, VLLMClientError, ValueError) as error:
             self._engine.abort_request([key])  # vLLM may have registered it before it refused
+            if isinstance(work.phase, EncodePhase) and self._encodes:
+                self._embeddings.refuse(work.phase.transfer_id, len(work.media))
             return [_refusal(work, error)]
         state = self._engine.output_processor.request_states[vllm_id]
         stream = self._streams[work.stream_id] = _EngineRequest(work, vllm_id, state, submitted)
@@ -482,12 +510,16 @@ class VllmCore:
         stream = self._streams[int(output.request_id.rpartition("/")[2])]
         if isinstance(stream.work.phase, PoolingPhase):
             return self._embedding(stream, output)
+        if isinstance(stream.work.phase, EncodePhase):
+            return self._encoded(stream, failed=output.outputs[0].finish_reason == "error")
         work, made = stream.work, output.outputs[0]
         text, finish, error, report, handle = made.text, None, None, None, b""
         if output.finished:
             del self._streams[work.stream_id]
             finish = _finish_reason(made.finish_reason)
             report = _report(stream)
+            if output.ec_transfer_params is not None:
+                report.fetched_images = output.ec_transfer_params["fetched"]
             if finish is FinishReason.ERROR:
                 error = self._failure(stream)
             elif isinstance(work.phase, PrefillPhase):
@@ -521,6 +553,15 @@ class VllmCore:
             report=_report(stream),
             embedding=vector.tobytes(),
         )
+
+    def _encoded(self, stream: _EngineRequest, *, failed: bool) -> StreamDelta:
+        stream_id, started = stream.work.stream_id, stream.state.stats.scheduled_ts
+        del self._streams[stream_id]
+        if failed:
+            return ended_by(stream_id, WorkerFailed("the engine failed on this request"))
+        queue_s, encode_s = max(0.0, started - stream.submitted), time.monotonic() - started
+        report = PhaseReport(queue_s=queue_s, encode_s=encode_s)
+        return StreamDelta(stream_id, finish_reason=FinishReason.STOP, report=report)
 
     def _prompt_logprobs(self, work: Work, output: Any) -> tuple[PositionLogprobs, ...]:
         if work.prompt_logprobs is None or not output.prompt_logprobs:

@@ -1,4 +1,5 @@
-"""The `kv_transfer_params` of a request, for our connector or one of vLLM's.
+"""The parameters of a request for connectors: `kv_transfer_params` for ours or one of vLLM's, and
+`ec_transfer_params` for embeddings.
 
 With a connector of vLLM, decode starts after prefill: prefill keeps its KV and reports its
 location. Decode receives this report as the opaque `kv_handle`, JSON in UTF-8.
@@ -7,17 +8,32 @@ location. Decode receives this report as the opaque `kv_handle`, JSON in UTF-8.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.embeddings import EmbeddingSource
 from kv_transfer.vllm.params import ConsumerParams, ProducerParams, TransferParams, parse
 from pdserve.errors import InvalidRequest
 from pdserve.types import HandoffStyle
-from workers.engine import DecodePhase, PrefillPhase
+from workers.engine import DecodePhase, EncodePhase, PrefillPhase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from workers.engine import Work
+
+
+def connector_params(work: Work, style: HandoffStyle) -> dict[str, dict[str, Any]]:
+    """Return the parameters by vLLM's names, without those that are empty. Raises
+    InvalidRequest."""
+    embeddings: dict[str, Any] = {}
+    match work.phase:
+        case EncodePhase(transfer_id):
+            embeddings = {"transfer_id": transfer_id}
+        case PrefillPhase(embeddings=EmbeddingSource() as source):
+            embeddings = asdict(source)
+    found = {"kv_transfer_params": params_for(work, style), "ec_transfer_params": embeddings}
+    return {name: values for name, values in found.items() if values}
 
 
 def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from workers.engine import Work
 
 
-def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
-    """Convert the sampling parameters. `transfer` are the `kv_transfer_params`. Raises vLLM's
-    validation error for values that it refuses."""
+def to_vllm(work: Work, transfer: Mapping[str, Mapping[str, Any]]) -> VllmSamplingParams:
+    """Convert the sampling parameters. `transfer` has the parameters of connectors, by vLLM's
+    names. Raises vLLM's validation error for values that it refuses."""
     sampling = work.sampling
     min_tokens, max_tokens = sampling.min_tokens, sampling.max_tokens
     if isinstance(work.phase, PrefillPhase):  # it samples one token after the resumed ones
@@ -53,7 +53,7 @@ def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
         structured_outputs=structured_to_vllm(sampling.structured_output),
         detokenize=True,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"kv_transfer_params": dict(transfer)} if transfer else None,
+        extra_args={name: dict(values) for name, values in transfer.items()} or None,
         skip_clone=True,
     )
 

@@ -28,6 +28,7 @@ RESERVED = frozenset(
         "model",
         "served_model_name",
         "kv_transfer_config",
+        "ec_transfer_config",
         "kv_events_config",
         "kv_offloading_size",
         "kv_offloading_backend",
@@ -86,8 +87,9 @@ class VllmSettings:
 
     `engine_args` are vLLM's `EngineArgs` by name, over the defaults of workers/vllm/args.py.
     `threads` is the size of the OpenMP pool; None leaves it alone. Without `kv` the engine serves
-    aggregated requests only. With `kv`, peers know the engine by `instance_id`. Raises ConfigError
-    naming an engine argument that cannot be set.
+    aggregated requests only. With `kv`, peers know the engine by `instance_id`. If it `encodes`, it
+    has the model's encoder of images alone, and offers embeddings over the KV plane. Raises
+    ConfigError naming an engine argument that cannot be set.
     """
 
     model_path: str
@@ -95,6 +97,7 @@ class VllmSettings:
     threads: int | None = None
     kv: ConnectorConfig | None = None
     instance_id: str = ""
+    encodes: bool = False
     tiers: TiersConfig = field(default_factory=TiersConfig)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=Nodes)

@@ -43,7 +43,7 @@ STAGES_KEY, STAGES = (
         ("router: {http_host: ''}", "router.http_host", "of length >= 1"),
         ("router: {log_level: loud}", "router.log_level", "one of debug, info, warning, error"),
         ("router: 3", "router", "expected `object`, got `int`"),
-        ("worker: {role: encode}", "worker.role", "one of prefill, decode, aggregated"),
+        ("worker: {role: encoder}", "worker.role", "one of prefill, decode, aggregated"),
         ("worker: {kv: {transports: [rdma]}}", "worker.kv.transports[0]", "one of auto, shm, tcp"),
         ("worker: {kv: {transports: []}}", "worker.kv.transports", "of length >= 1"),
         ("worker: {kv: {transports: [shm, shm]}}", "worker.kv.transports", "duplicate"),

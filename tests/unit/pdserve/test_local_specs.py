@@ -328,6 +328,7 @@ def test_a_data_parallel_group_has_a_worker_for_each_rank() -> None:
         Role.DECODE: (4, 4),
         Role.AGGREGATED: (0, 0),
         Role.POOLING: (0, 0),
+        Role.ENCODE: (0, 0),
     }
 
 

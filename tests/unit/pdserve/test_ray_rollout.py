@@ -73,7 +73,7 @@ def test_a_single_router_is_not_replaced() -> None:
 
 def test_an_upgrade_keeps_counts_within_new_bounds() -> None:
     bounded = spec_of(up__decode__workers=2, up__decode__max_workers=3)
-    counts = {"decode": 5, "prefill": 1, "aggregated": 0, "pooling": 0}
+    counts = {"decode": 5, "prefill": 1, "aggregated": 0, "pooling": 0, "encode": 0}
     assert spec_of(up__decode__workers=5).upgraded(bounded).counts == counts | {"decode": 3}
     assert spec_of(up__decode__workers=5).upgraded(spec_of()).counts == counts
     with pytest.raises(ConfigError, match="decode follows the load"):

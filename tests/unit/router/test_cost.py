@@ -263,6 +263,18 @@ def test_the_first_token_waits_for_the_prompt_and_for_the_prompts_ahead() -> Non
     assert rig.predict() == pytest.approx(alone, rel=0.02)
 
 
+def test_when_images_are_encoded_is_predicted() -> None:
+    rig, demand = Rig(), Demand("demo", 100, 110)
+    for _ in range(int(MIN_SAMPLES)):
+        assert rig.costs.encode_s("demo", 200) is None
+        rig.costs.encoded("demo", 100, 0.05)
+    assert rig.costs.encode_s("demo", 200) == pytest.approx(0.1)
+    assert rig.costs.prefill_wait_s(demand, rig.prefill.seen(), {}) == pytest.approx(0.0)
+    rig.place(200)
+    wait_s = rig.costs.prefill_wait_s(demand, rig.prefill.seen(), {})
+    assert wait_s == pytest.approx(200 * TOKEN_S, rel=0.05)
+
+
 def test_an_aggregated_prefill_delays_the_streams_beside_it() -> None:
     rig = Rig()
     rig.decode.report_load(WorkerLoad(0, 4, 0.1, 90))

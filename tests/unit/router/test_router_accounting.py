@@ -109,3 +109,11 @@ async def test_open_work_of_a_dead_worker_counts_as_waste(books: Books) -> None:
     books.accounting.wasted(dead.info, WORKER_LOST, dead.open_s)
     assert books.of("cost")["waste", "worker_lost"] == pytest.approx(2.0 * 2.0)
     assert sum(books.of("engine_seconds").values()) == 5.0 + 1.0 + 2.0  # nothing is guessed
+
+
+def test_an_encode_worker_is_paid_and_prefill_is_not_repeated_work(books: Books) -> None:
+    e, p = worker("e", Role.ENCODE), worker("p", Role.PREFILL)
+    encoded = PhaseReport(prefill_busy_s=1.0, energy_j=10.0)
+    charge = books.accounting.charge([StreamUsage(e, encoded), StreamUsage(p, PREFILL)], "")
+    assert charge == UsageCharge(cost=2 * 3.0, energy_j=30.0)
+    assert books.of("engine_seconds") == {("encode", ""): 1.0, ("prefill", ""): 2.0}

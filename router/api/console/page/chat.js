@@ -44,7 +44,7 @@ export function chatView(app) {
   let open = null;
 
   function update() {
-    const named = [...state.workers.values()].filter((x) => x.role !== "pooling").map((x) => x.model);
+    const named = [...state.workers.values()].filter((x) => !["pooling", "encode"].includes(x.role)).map((x) => x.model);
     models = [...new Set([...named, ...state.onDemand.map((x) => x.model)])].sort(natural);
     setChoices(model, models.slice(1), models[0] ?? "no model is served");
     keyLabel.hidden = !state.hello.needs_key;
@@ -193,6 +193,7 @@ function factsOf(row, usage, total) {
     parts.push([...new Set([receipt.prefill_worker, receipt.decode_worker].filter(Boolean))].join(" → "));
     if (receipt.images) parts.push(`${receipt.images} image(s) rendered in ${seconds(receipt.render_s)}`);
     if (receipt.fetched_tokens) parts.push(`KV of ${receipt.fetched_tokens} tokens copied from ${receipt.fetched_from}`);
+    if (receipt.fetched_images) parts.push(`${receipt.fetched_images} encoded by ${receipt.encode_worker} in ${seconds(receipt.encode_s)}`);
     if (receipt.transport) parts.push(`${receipt.transfer_blocks} KV blocks over ${receipt.transport}`);
     if (receipt.fallbacks.length) parts.push(`retries: ${receipt.fallbacks.join(", ")}`);
   }

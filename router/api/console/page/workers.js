@@ -7,7 +7,7 @@ const WINDOW_S = 12;
 const LAG_S = 0.9; // steps are reported twice a second, so newer ones may be missing
 const HEIGHT = 52;
 const KV_HEIGHT = 14;
-const ROLES = ["prefill", "decode", "aggregated", "pooling"];
+const ROLES = ["prefill", "decode", "aggregated", "pooling", "encode"];
 
 export function workersView(app) {
   const { state } = app;

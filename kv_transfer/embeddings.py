@@ -1,0 +1,270 @@
+"""Embeddings of images, moved as blocks of KV are.
+
+A worker has a pool of blocks in host memory beside its KV cache. For the producer and the consumer
+of KV the pool is a cache of one group, with bytes in place of tokens. So embeddings have the
+digests, leases, transports and authentication of KV. A transfer ends with the embedding's size in
+the place of sampled tokens.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec.structs import replace
+
+from kv_transfer import transport
+from kv_transfer.cache.geometry import KvGeometry, KvGroup, compatibility
+from kv_transfer.cache.host_memory import KvRegion, SharedMemory
+from kv_transfer.protocol.consumer import ReceiveFailed
+from kv_transfer.protocol.messages import Cancel, GroupBlocks, Send, Subscribe
+from kv_transfer.protocol.peers import Peers
+from kv_transfer.protocol.plan import CopyPlan, Shard
+from kv_transfer.protocol.snapshot import take
+from kv_transfer.protocol.transport import LocalKv
+from kv_transfer.settings import AUTO, ON_HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kv_transfer.protocol.link import Link
+    from kv_transfer.protocol.producer import Action
+    from kv_transfer.protocol.snapshot import KvSnapshot
+    from kv_transfer.settings import ConnectorConfig
+
+BLOCK_BYTES = 64 << 10
+_PLAN = CopyPlan((Shard(1, BLOCK_BYTES, KvGroup(0, BLOCK_BYTES), (1,)),))
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSource:
+    """Where a prefill worker fetches the embeddings of a request's images. `row_bytes`: size of the
+    embedding of one token. The transfer of image `n` is `{transfer_id}/{n}`."""
+
+    transfer_id: str
+    address: str
+    instance_id: str
+    row_bytes: int
+
+    def transfer_of(self, index: int) -> str:
+        return f"{self.transfer_id}/{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """An embedding has arrived, and keeps its blocks until `take` or `drop`; or it will not, for
+    this `reason`."""
+
+    transfer_id: str
+    reason: str = ""
+
+
+class EmbeddingPool:
+    """Blocks in shared memory. State: the free blocks, changed under a lock. Released by `close`,
+    after the last copy."""
+
+    def __init__(self, size_bytes: int) -> None:
+        blocks = max(1, size_bytes // BLOCK_BYTES)
+        size = blocks * BLOCK_BYTES
+        self._memory = SharedMemory("pdserve-embeddings")
+        self._memory.grow(size)
+        self._map = mmap.mmap(self._memory.fd, size)
+        address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        geometry = KvGeometry(1, blocks, BLOCK_BYTES, size, BLOCK_BYTES)
+        self._region = KvRegion(address, size, geometry)
+        self.local = LocalKv({0: self._region}, self._memory)
+        self._lock = threading.Lock()
+        self._free = list(range(blocks))
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate(self, size: int) -> list[int] | None:
+        """Return blocks for `size` bytes, or None if too few are free."""
+        count = -(-size // BLOCK_BYTES)
+        with self._lock:
+            if not 0 < count <= len(self._free):
+                return None
+            taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        with self._lock:
+            self._free += block_ids
+
+    def write(self, block_ids: Sequence[int], data: memoryview) -> None:
+        for at, page in enumerate(self._region.pages(block_ids)):
+            part = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES]
+            page[: len(part)] = part
+
+    def read(self, block_ids: Sequence[int], size: int) -> bytearray:
+        data = bytearray().join(self._region.pages(block_ids))
+        del data[size:]
+        return data
+
+    def close(self) -> None:
+        """Unmap the memory. Idempotent."""
+        self._map.close()
+        self._memory.close()
+
+
+class EmbeddingPlane:
+    """One worker's embeddings: those that it offers, and those that it fetches. Used by one thread.
+    Released by `close`."""
+
+    def __init__(
+        self,
+        settings: ConnectorConfig,
+        instance_id: str,
+        layout: Mapping[str, str],
+        size_bytes: int,
+    ) -> None:
+        """`layout` has what gives the bytes their meaning: only planes with an equal one exchange
+        embeddings. `size_bytes`: of the pool."""
+        on_host = tuple(x for x in settings.transports if x in ON_HOST)
+        settings = replace(settings, transports=on_host or (AUTO,))
+        self.layout, self.compatibility = dict(layout), compatibility(layout)
+        self._transports = transport.make(settings)
+        self._pool = EmbeddingPool(size_bytes)
+        self._peers = Peers(
+            settings,
+            instance_id,
+            self._transports,
+            local=self._pool.local,
+            compatibility=self.compatibility,
+            plan=_PLAN,
+        )
+        # Block ids and size by transfer id. A transfer keeps its blocks until it has ended.
+        self._offered: dict[str, list[int]] = {}
+        self._fetching: dict[str, tuple[list[int], int]] = {}
+        self._arrived: dict[str, tuple[list[int], int]] = {}
+
+    @property
+    def address(self) -> str:
+        return self._peers.address
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return tuple(self._peers.transports)
+
+    @property
+    def free_blocks(self) -> int:
+        return self._pool.free_blocks
+
+    def snapshot(self) -> KvSnapshot:
+        """Return the state of all transfers. May be called on any thread."""
+        return take(self._peers)
+
+    # -- producer
+
+    def offer(self, transfer_id: str, data: memoryview) -> bool:
+        """Offer an embedding to the consumer that presents `transfer_id`, until it has it or the
+        lease ends. Return False if the pool is full: the consumer is told so."""
+        self.collect()
+        block_ids = self._pool.allocate(len(data))
+        if block_ids is None:
+            self.refuse(transfer_id)
+            return False
+        self._pool.write(block_ids, data)
+        self._offered[transfer_id] = block_ids
+
+        def decide(now: float) -> Iterator[Action[Link]]:
+            producer = self._peers.driver.producer
+            yield from producer.expect(transfer_id, transfer_id, now)
+            yield from producer.progress(transfer_id, [block_ids], len(data), now)
+            yield from producer.end(transfer_id, (len(data),), now, held=True)
+
+        self._peers.driver.drive(decide)
+        return True
+
+    def refuse(self, transfer_id: str) -> None:
+        """Tell the consumer that presents `transfer_id` that there will be no embedding."""
+
+        def decide(now: float) -> Iterator[Action[Link]]:
+            producer = self._peers.driver.producer
+            yield from producer.expect(transfer_id, transfer_id, now)
+            yield from producer.end(transfer_id, (), now, held=False)
+
+        self._peers.driver.drive(decide)
+
+    # -- consumer
+
+    def fetch(self, source: EmbeddingSource, index: int, rows: int) -> bool:
+        """Start to fetch the embedding of image `index`, of `rows` tokens. Return False if the pool
+        is full."""
+        transfer_id, size = source.transfer_of(index), rows * source.row_bytes
+        block_ids = self._pool.allocate(size)
+        if block_ids is None:
+            return False
+        self._fetching[transfer_id] = block_ids, size
+        ranks = _PLAN.ranks_of(1, ())
+        (read,) = _PLAN.reads(ranks, transfer_id)
+        (group,) = read.groups
+        blocks = GroupBlocks(0, 0, block_ids, list(group.heads), list(group.layers))
+        subscription = Subscribe(transfer_id, size, [blocks], read.readers)
+
+        def decide(now: float) -> Iterator[Action[Link]]:
+            link = self._peers.link_to(source.address, source.instance_id)
+            consumer = self._peers.driver.consumer
+            yield from consumer.subscribe(transfer_id, [(link, subscription, [group.part])], now)
+
+        self._peers.driver.drive(decide)
+        return True
+
+    def cancel(self, transfer_id: str, reason: str) -> None:
+        """Stop fetching. `collect` returns the failure, when no copy writes any more."""
+        self._peers.driver.drive(lambda _: self._peers.driver.consumer.cancel(transfer_id, reason))
+
+    def decline(self, source: EmbeddingSource, index: int) -> None:
+        """Tell the producer that nobody will fetch this embedding."""
+
+        def decide(_: float) -> Iterator[Action[Link]]:
+            link = self._peers.link_to(source.address, source.instance_id)
+            yield Send(link, Cancel(source.transfer_of(index)))
+
+        self._peers.driver.drive(decide)
+
+    def collect(self) -> list[FetchEnded]:
+        """Return what has arrived or failed since the last call, each once. Free the blocks of what
+        has ended."""
+        ended, outcomes = self._peers.driver.take_results()
+        for transfer_id in ended:
+            self._pool.free(self._offered.pop(transfer_id, ()))
+        found = []
+        for outcome in outcomes:
+            transfer_id = outcome.request_id
+            block_ids, size = self._fetching.pop(transfer_id)
+            reason = ""
+            if isinstance(outcome, ReceiveFailed):
+                reason = outcome.reason
+            elif outcome.token_ids != (size,):
+                reason = f"it has {outcome.token_ids[0]} bytes, not {size}"
+            if reason:
+                self._pool.free(block_ids)
+            else:
+                self._arrived[transfer_id] = block_ids, size
+            found.append(FetchEnded(transfer_id, reason))
+        return found
+
+    def take(self, transfer_id: str) -> bytearray:
+        """Return an embedding that has arrived, its rows one after the other. Free its blocks."""
+        block_ids, size = self._arrived.pop(transfer_id)
+        data = self._pool.read(block_ids, size)
+        self._pool.free(block_ids)
+        return data
+
+    def drop(self, transfer_id: str) -> None:
+        """Free the blocks of an embedding that has arrived."""
+        block_ids, _ = self._arrived.pop(transfer_id)
+        self._pool.free(block_ids)
+
+    def close(self) -> None:
+        """End all transfers. Idempotent."""
+        self._peers.close()
+        for each in self._transports:
+            each.close()
+        self._pool.close()
