@@ -451,7 +451,8 @@ class KvEndpoint:
     pipeline, in each by tensor-parallel rank. `stage_layers`: how many layers of each KV-cache
     group each stage holds; empty if there is one stage. Only workers with equal `compatibility`
     exchange KV; `layout` explains its value. `embedding_bytes`: of an encode worker, which offers
-    embeddings of images in place of KV, the size of that of one token."""
+    embeddings of images in place of KV, the size of that of one token. `copies`: whether cached KV
+    may be copied from it and to it, before a prompt is computed."""
 
     addresses: tuple[str, ...]
     compatibility: str
@@ -460,6 +461,7 @@ class KvEndpoint:
     handoff: HandoffStyle = HandoffStyle.CONCURRENT
     stage_layers: tuple[tuple[int, ...], ...] = ()
     embedding_bytes: int = 0
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

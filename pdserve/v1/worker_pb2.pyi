@@ -68,7 +68,7 @@ class StageLayers(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
-    __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff", "stage_layers", "embedding_bytes")
+    __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff", "stage_layers", "embedding_bytes", "copies")
     class LayoutEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class KvEndpoint(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     compatibility: str
     layout: _containers.ScalarMap[str, str]
@@ -90,7 +91,8 @@ class KvEndpoint(_message.Message):
     handoff: str
     stage_layers: _containers.RepeatedCompositeFieldContainer[StageLayers]
     embedding_bytes: int
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ..., stage_layers: _Optional[_Iterable[_Union[StageLayers, _Mapping]]] = ..., embedding_bytes: _Optional[int] = ...) -> None: ...
+    copies: bool
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ..., stage_layers: _Optional[_Iterable[_Union[StageLayers, _Mapping]]] = ..., embedding_bytes: _Optional[int] = ..., copies: _Optional[bool] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
     __slots__ = ("max_num_seqs", "max_num_batched_tokens", "max_loras")

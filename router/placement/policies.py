@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import Unavailable
 from pdserve.kv_compatibility import exchange
-from pdserve.types import HandoffStyle, Role
+from pdserve.types import Role
 from router.placement.cost import is_clearly_cheaper
 from router.placement.filters import (
     AGGREGATED,
@@ -304,7 +304,7 @@ class _Holders:
         """Add the tokens that these workers would have copied to them to `cached`, as the number
         that saves as much time."""
         demand, worth = decision.demand, {}
-        for c in workers:
+        for c in filter(_copies, workers):
             has = decision.cached.get(c.worker_id, 0)
             held = self._best_for(c, has, demand)
             if held is None or self.costs is None or c.worker_id in decision.fetches:
@@ -329,6 +329,11 @@ class _Holders:
 _NO_HOLDERS = _Holders(())
 
 
+def _copies(c: Candidate) -> bool:
+    """Return False for workers of an earlier version too, which would compute the prompt."""
+    return c.info.kv is not None and c.info.kv.copies
+
+
 def _holders(decision: Decision, context: PlacementContext) -> _Holders:
     """Return the workers that KV of the prompt can be copied from. Images are not copied, because
     the holder would need their data; nor is KV of connectors that hand over prefills only."""
@@ -338,9 +343,7 @@ def _holders(decision: Decision, context: PlacementContext) -> _Holders:
     found = [
         (c, cached[c.worker_id])
         for c in feasible([c for c in decision.candidates if c.worker_id in cached], demand)
-        if c.info.kv is not None
-        and c.info.kv.handoff is HandoffStyle.CONCURRENT
-        and c.worker_id not in demand.avoid
+        if _copies(c) and c.worker_id not in demand.avoid
     ]
     # Those that hold the most, and of these the one with the shortest queue.
     best = heapq.nsmallest(MOST_HOLDERS, found, key=lambda x: (-x[1], x[0].outstanding_tokens))

@@ -91,7 +91,9 @@ def worker_info(
         session_address="127.0.0.1:1",
         kv=None
         if role is Role.AGGREGATED
-        else KvEndpoint((f"kv-{worker_id}",), compatibility, {"block_size": "16"}, ("loopback",)),
+        else KvEndpoint(
+            (f"kv-{worker_id}",), compatibility, {"block_size": "16"}, ("loopback",), copies=True
+        ),
         block_size=16,
         total_blocks=100,
         limits=EngineLimits(8),

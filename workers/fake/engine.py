@@ -311,6 +311,7 @@ class FakeEngine:
             layout={"engine": "fake", "block_size": str(block_size)},
             transports=("fake",),
             embedding_bytes=4,  # routers read it of encode workers alone
+            copies=True,
         )
 
     def _spawn(self, action: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -289,6 +289,7 @@ class VllmCore:
             transports=tuple(first.transports),
             handoff=first.handoff,
             stage_layers=first.stage_layers,
+            copies=first.handoff is HandoffStyle.CONCURRENT,
         )
 
     def _read_load(self) -> WorkerLoad:

@@ -450,10 +450,15 @@ COPY = PrefixFetch("d1", 64, 64, 1, 0.01, 0.1, 0.005, 40)
 def test_cached_blocks_are_copied_to_a_worker_that_lacks_them(
     policy: str, change: dict[str, Any], copied: set[tuple[str, str]]
 ) -> None:
-    """p2 lacks less than a block, and p3 is of another kind."""
-    workers = [worker(x, IDLE) for x in ("p1", "p2", "d1", "d2")]
+    """p2 lacks less than a block, p3 is of another kind, and p4 and d4 are of an earlier version,
+    which does not copy."""
+    workers = [worker(x, IDLE) for x in ("p1", "p2", "d1", "d2", "p4", "d4")]
+    for old in workers[-2:]:
+        assert old.info.kv is not None
+        old.info = replace(old.info, kv=replace(old.info.kv, copies=False))
     workers.append(worker("p3", IDLE, compatibility="layout-b"))
-    known = FixedLookups({"d1": 64, "p2": 60}, fetches={"p1": COPY, "p2": COPY, "p3": COPY})
+    fetches = dict.fromkeys(("p1", "p2", "p3", "p4"), COPY)
+    known = FixedLookups({"d1": 64, "p2": 60, "d4": 96}, fetches=fetches)
     demand = structs.replace(DEMAND, **change)
     decision = decide(workers, policy, demand=demand, known=known)
     assert known.copied == copied
