@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -219,16 +220,18 @@ async def test_an_encode_worker_changes_no_answer_and_may_be_killed(
     served: Served, with_encoder: ServedUp
 ) -> None:
     """Prefill gets embeddings while it is busy. Without its encode worker it makes them itself,
-    until the next one is there."""
-    rounds = itertools.count()
+    until the next one is there. The prompts are long: encoding elsewhere pays only where prompts
+    wait."""
+    rounds, text = itertools.count(), f"{TEXT} " * 40
 
     async def is_used() -> bool:
-        return await (await check_at_once(served, with_encoder, f"{TEXT} {next(rounds)}")) > 0
+        return await (await check_at_once(served, with_encoder, f"{next(rounds)} {text}")) > 0
 
     await wait_until(is_used)
     (pid,) = [x["pid"] for x in with_encoder.ready["workers"] if x["role"] == "encode"]
-    checking = await check_at_once(served, with_encoder, f"{TEXT} now")
+    checking = await check_at_once(served, with_encoder, f"now {text}")
     os.kill(pid, signal.SIGKILL)
     await checking
     await wait_until(is_used, within_s=START_S)
+    with_encoder.ready = json.loads(with_encoder.up.ready_path.read_text())  # of the new worker
     await with_encoder.until_empty()
