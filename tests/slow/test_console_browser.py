@@ -4,6 +4,7 @@ administrator can act, and nothing that a client sends becomes markup."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import shutil
@@ -47,7 +48,10 @@ class Traffic:
 
     def _run(self) -> None:
         with openai.OpenAI(base_url=f"{self._url}/v1", api_key=KEY, max_retries=0) as client:
-            while not self._stopped.is_set():
+            # Each session stays with one decode worker; the requests between go to the other.
+            for headers in itertools.cycle(({"x-session-id": ATTACK}, {}, {})):
+                if self._stopped.is_set():
+                    break
                 messages: Any = [{"role": "user", "content": ATTACK + " leaves" * 40}]
                 try:
                     client.chat.completions.create(
@@ -55,7 +59,7 @@ class Traffic:
                         messages=messages,
                         max_tokens=16,
                         temperature=0.0,
-                        extra_headers={"x-session-id": ATTACK},
+                        extra_headers=headers,
                     )
                 except openai.APIError:  # a worker was killed
                     self._stopped.wait(0.2)
