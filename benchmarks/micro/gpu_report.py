@@ -57,7 +57,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReportStep:
     """One process. `kind` says how its output is read; `needs` names what it cannot run without:
     "gpu", "vllm", or "kernels", which the shim lacks."""
 
@@ -69,15 +69,15 @@ class Step:
     needs: tuple[str, ...] = ()
 
 
-def steps_of(options: argparse.Namespace, *, is_shim: bool) -> list[Step]:
+def steps_of(options: argparse.Namespace, *, is_shim: bool) -> list[ReportStep]:
     """Return the steps. On a GPU, their limits together are less than LIMIT_S."""
     micro = ("-m", "benchmarks.micro")
     rounds = ("--json", "--rounds", "3")
     copied = ("--blocks", "8") if is_shim else ()
     limit_s = 120.0 if is_shim else 40.0  # a CPU does what a GPU would
-    steps = [Step("tests", "tests/gpu", "tests", (), 200.0, ("gpu",))]
+    steps = [ReportStep("tests", "tests/gpu", "tests", (), 200.0, ("gpu",))]
     steps += [
-        Step(
+        ReportStep(
             "copies",
             state,
             "micro",
@@ -99,7 +99,7 @@ def steps_of(options: argparse.Namespace, *, is_shim: bool) -> list[Step]:
     ):
         words = ("kv", *rounds, "--only", transport, "--layout", layout, *sizes)
         steps.append(
-            Step(
+            ReportStep(
                 "transports",
                 f"{transport}, {layout}, {f'{busy} busy' if busy else 'idle'}",
                 "micro",
@@ -127,15 +127,18 @@ def steps_of(options: argparse.Namespace, *, is_shim: bool) -> list[Step]:
         own += ("--model", options.model)
     command = (*compare, options.engine, *own)
     needs = ("vllm",) if options.engine == "vllm" else ()
-    return [*steps, Step("engines", "1P1D beside one engine", "compare", command, 300.0, needs)]
+    return [
+        *steps,
+        ReportStep("engines", "1P1D beside one engine", "compare", command, 300.0, needs),
+    ]
 
 
-def missing(step: Step, lacks: dict[str, str]) -> str:
+def missing(step: ReportStep, lacks: dict[str, str]) -> str:
     """Return why the step cannot run here, or ""."""
     return next((lacks[need] for need in step.needs if lacks.get(need)), "")
 
 
-def run_step(step: Step, python: str, end: float) -> Outcome:
+def run_step(step: ReportStep, python: str, end: float) -> Outcome:
     """Run a step in its own process group, up to its limit or `end`, by the monotonic clock."""
     limit_s, begun = min(step.limit_s, end - time.monotonic()), time.monotonic()
     if limit_s <= 0:

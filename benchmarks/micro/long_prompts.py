@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.client import HttpTarget, Request
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.micro.router import DIRECT, OURS, PEER, PEER_PD, running
+from benchmarks.micro.router import add_routers_option, chosen_routers, running
 from benchmarks.service import processor_s
 from benchmarks.stats import alternate, compare, percentiles
 from pdserve.errors import ConfigError
@@ -49,8 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", default="20,200", metavar="N,...", help="at once (20,200)")
     parser.add_argument("--bytes", type=int, default=220_000, metavar="N", help="(220000)")
     parser.add_argument("--turns", type=int, default=4, metavar="N", help="of each client (4)")
-    every = f"{DIRECT},{OURS},{PEER},{PEER_PD}"
-    parser.add_argument("--only", default=every, metavar="NAME,...", help="these routers")
+    add_routers_option(parser)
     parser.add_argument(
         "--model", default="smollm2", help="pdserve's tokenizer: a model as in worker.model"
     )
@@ -60,12 +59,7 @@ async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure all routers in turn. Return rows and notes. Raises BenchError."""
-    names, notes = [], []
-    for name in args.only.split(","):
-        if name in (PEER, PEER_PD) and shutil.which(PEER) is None:
-            notes.append(f"{name}: {PEER} is not on PATH (`pip install {PEER}`)")
-        else:
-            names.append(name)
+    names, notes = chosen_routers(args.only)
     counts = [int(x) for x in args.clients.split(",")]
 
     async def measure(name: str, number: int) -> dict[int, dict[str, float]]:

@@ -46,21 +46,32 @@ _RATIOS: Final = ("cpu_us_per_token", "cpu_us_per_request")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", default="64,1000", metavar="N,...", help="at once (64,1000)")
+    add_routers_option(parser)
+    parser.add_argument("--quick", action="store_true", help="small: only shows that it works")
+
+
+def add_routers_option(parser: argparse.ArgumentParser) -> None:
     every = f"{DIRECT},{OURS},{PEER},{PEER_PD}"
     parser.add_argument("--only", default=every, metavar="NAME,...", help="these routers")
-    parser.add_argument("--quick", action="store_true", help="small: only shows that it works")
+
+
+def chosen_routers(only: str) -> tuple[list[str], list[str]]:
+    """Return the names in the value of --only, and notes on those that are not installed and left
+    out."""
+    names, notes = [], []
+    for name in only.split(","):
+        if name in (PEER, PEER_PD) and shutil.which(PEER) is None:
+            notes.append(f"{name}: {PEER} is not on PATH (`pip install {PEER}`)")
+        else:
+            names.append(name)
+    return names, notes
 
 
 async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure all routers in turn. Return rows and notes. Raises BenchError."""
-    names, notes = [], []
-    for name in args.only.split(","):
-        if name in (PEER, PEER_PD) and shutil.which(PEER) is None:
-            notes.append(f"{name}: {PEER} is not on PATH (`pip install {PEER}`)")
-        else:
-            names.append(name)
+    names, notes = chosen_routers(args.only)
     counts = [int(x) for x in args.streams.split(",")]
     scale = 0.05 if args.quick else 1.0
 

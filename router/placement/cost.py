@@ -255,7 +255,7 @@ class _Mean:
 
 
 @dataclass(slots=True)
-class _Line:
+class _CopyTime:
     """Seconds of a copy as a line over its tokens, fitted to about the last REMEMBERED copies.
 
     It begins with two assumed copies. Without the longer one, a few short copies would say how long
@@ -267,7 +267,7 @@ class _Line:
     sums: tuple[float, float, float, float, float]
 
     @classmethod
-    def assumed(cls, now: float, fixed_s: float) -> _Line:
+    def assumed(cls, now: float, fixed_s: float) -> _CopyTime:
         far_s = fixed_s + FAR_TOKENS * FETCH_TOKEN_S
         return cls(
             now, (2.0, FAR_TOKENS, float(FAR_TOKENS**2), fixed_s + far_s, FAR_TOKENS * far_s)
@@ -355,7 +355,7 @@ class CostModel:
         self._encodes: dict[str, _Mean] = {}  # by model: time for a token of an image
         self._transfers: dict[tuple[str, str], _Mean] = {}
         self._distances: dict[tuple[str, str], _Mean] = {}  # by model and topology.distance
-        self._copies: dict[tuple[str, str], _Line] = {}  # likewise
+        self._copies: dict[tuple[str, str], _CopyTime] = {}  # likewise
 
     def step_model(self, worker_id: str) -> StepModel | None:
         """Return the step model of a registered worker."""
@@ -539,10 +539,10 @@ class CostModel:
         line = self._line(model, distance(holder, worker))
         line.add(self._clock(), plan.missing, max(0.0, took_s - in_steps_s))
 
-    def _line(self, model: str, level: str) -> _Line:
+    def _line(self, model: str, level: str) -> _CopyTime:
         now, line = self._clock(), self._copies.get((model, level))
         if line is None or now - line.at > RELEARN_S:
-            line = self._copies[model, level] = _Line.assumed(now, FETCH_S + PRIOR_S[level])
+            line = self._copies[model, level] = _CopyTime.assumed(now, FETCH_S + PRIOR_S[level])
         return line
 
     def has_capacity(self, demand: Demand, decode: Candidate) -> bool:

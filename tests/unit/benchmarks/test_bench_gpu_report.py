@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.micro.gpu_report import Step, missing, run_step
+from benchmarks.micro.gpu_report import ReportStep, missing, run_step
 from tests.support.timeouts import WAIT_S
 
 ROWS = 'print(\'noise\\n{"rows": [{"a": 1}], "notes": ["n"]}\')'
@@ -27,13 +27,13 @@ FAILS = "import sys; sys.stderr.write('error: no card\\n'); sys.exit({})"
 def test_a_step_says_why_it_did_not_run(
     script: str, limit_s: float, status: str, reason: str
 ) -> None:
-    step = Step("part", "step", "micro", ("-c", script), limit_s)
+    step = ReportStep("part", "step", "micro", ("-c", script), limit_s)
     outcome = run_step(step, sys.executable, time.monotonic() + WAIT_S)
     assert (outcome.status, outcome.reason) == (status, reason)
     assert outcome.rows == ([{"a": 1}] if status == "ran" else [])
 
 
 def test_a_step_needs_what_its_machine_has() -> None:
-    step = Step("part", "step", "micro", (), 1.0, ("gpu", "kernels"))
+    step = ReportStep("part", "step", "micro", (), 1.0, ("gpu", "kernels"))
     assert missing(step, {"gpu": "", "kernels": "", "vllm": "none"}) == ""
     assert missing(step, {"gpu": "", "kernels": "none"}) == "none"
