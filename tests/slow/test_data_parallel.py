@@ -18,8 +18,9 @@ import pytest
 import pytest_asyncio
 
 from kv_transfer.settings import ConnectorConfig
+from pdserve.deploy.local.groups import free_ports
 from tests.support.engine_pair import BLOCK, EnginePair, joined, params, prompt
-from tests.support.engines import EngineProcess, free_port, settings
+from tests.support.engines import EngineProcess, settings
 from tests.support.model_kinds import make_kind
 from tests.support.model_matrix import EXACT, EXPERTS, SHARED, check_kind
 from tests.support.pdserve_up import up
@@ -44,7 +45,7 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def _group(model: Path, env: Mapping[str, str] | None = None) -> list[EngineProcess]:
     """Start two ranks, each with half of the experts."""
-    port, kv = free_port(), ConnectorConfig(transports=("shm", "tcp"))
+    port, kv = free_ports("127.0.0.1"), ConnectorConfig(transports=("shm", "tcp"))
     ranks = []
     for rank in range(2):
         one = settings(

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from tests.support.commands import ROOT
+from tests.support.engine_pair import prompt
 from tests.support.image_checks import picture
 from tests.support.images import png
 from tests.support.model_matrix import install_torchvision
@@ -29,7 +30,7 @@ from tests.support.served_up import ServedUp
 from tests.support.timeouts import START_S, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     Body = dict[str, Any]
 
@@ -216,22 +217,41 @@ async def check_at_once(served: Served, with_encoder: ServedUp, text: str) -> as
     return asyncio.create_task(check())
 
 
+@asynccontextmanager
+async def prompts_wait(stack: ServedUp) -> AsyncIterator[None]:
+    """Keep the prefill worker busy with prompts of text: encoding elsewhere pays only where prompts
+    wait, and whether those with images alone do depends on how fast they are rendered."""
+    seeds = itertools.count(1)
+
+    async def ask() -> None:
+        while True:
+            body = {"prompt": prompt(900, next(seeds)), "max_tokens": 1}
+            status, answer = await post(stack, "completions", body)
+            assert status == 200, answer
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask()) for _ in range(3)]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
 async def test_an_encode_worker_changes_no_answer_and_may_be_killed(
     served: Served, with_encoder: ServedUp
 ) -> None:
     """Prefill gets embeddings while it is busy. Without its encode worker it makes them itself,
-    until the next one is there. The prompts are long: encoding elsewhere pays only where prompts
-    wait."""
+    until the next one is there."""
     rounds, text = itertools.count(), f"{TEXT} " * 40
 
     async def is_used() -> bool:
         return await (await check_at_once(served, with_encoder, f"{next(rounds)} {text}")) > 0
 
-    await wait_until(is_used)
-    (pid,) = [x["pid"] for x in with_encoder.ready["workers"] if x["role"] == "encode"]
-    checking = await check_at_once(served, with_encoder, f"now {text}")
-    os.kill(pid, signal.SIGKILL)
-    await checking
-    await wait_until(is_used, within_s=START_S)
+    async with prompts_wait(with_encoder):
+        await wait_until(is_used, within_s=START_S)
+        (pid,) = [x["pid"] for x in with_encoder.ready["workers"] if x["role"] == "encode"]
+        checking = await check_at_once(served, with_encoder, f"now {text}")
+        os.kill(pid, signal.SIGKILL)
+        await checking
+        await wait_until(is_used, within_s=START_S)
     with_encoder.ready = json.loads(with_encoder.up.ready_path.read_text())  # of the new worker
     await with_encoder.until_empty()

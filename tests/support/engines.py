@@ -65,13 +65,6 @@ def settings(
     )
 
 
-def free_port() -> int:
-    """Return a port where the ranks of a group may meet."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 class EngineGone(Exception):
     """The engine's process ended."""
 

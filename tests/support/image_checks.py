@@ -199,12 +199,18 @@ async def _check_failures(of: KindEngines, mark: str) -> None:
     decode, sampling = of.pair.decode, params(TOKENS, ignore_eos=True)
     prompt = await rendered(of.reference, WORDS + mark + WORDS, [53])
     failed = await decode.run(prompt.ids, sampling, media=prompt.without_data)
-    prefill_stream, decode_stream = of.pair.submit(prompt.ids, sampling, media=prompt.media)
-    of.pair.prefill.cancel(prefill_stream)
-    lost = await decode.collect(decode_stream)
-    for answer in (failed, lost):
-        assert answer.error is not None
-        assert answer.error.code == TransferFailed.code
+    assert failed.error is not None
+    assert failed.error.code == TransferFailed.code
+    for seed in itertools.count(54):
+        prompt = await rendered(of.reference, WORDS * 3 + mark + WORDS, [seed])
+        prefill_stream, decode_stream = of.pair.submit(prompt.ids, sampling, media=prompt.media)
+        of.pair.prefill.cancel(prefill_stream)
+        lost = await decode.collect(decode_stream)
+        if lost.error is not None:
+            break
+        # The prompt was computed before the cancel arrived.
+        assert lost.finish_reason is FinishReason.LENGTH
+    assert lost.error.code == TransferFailed.code
     again = await decode.run(prompt.ids, sampling, media=prompt.media)
     assert again.token_ids == await _right(of, prompt)
     await of.pair.until_empty()

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.settings import ConnectorConfig
+from pdserve.deploy.local.groups import free_ports
 from pdserve.errors import TransferFailed
 from pdserve.types import FinishReason
 from tests.support.engine_pair import CHUNK, EnginePair, params, prompt
-from tests.support.engines import EngineProcess, free_port, settings
+from tests.support.engines import EngineProcess, settings
 from tests.support.model_kinds import CONTEXT, WINDOW
 from tests.support.timeouts import WAIT_S
 from workers.vllm.settings import DataParallel
@@ -94,7 +95,7 @@ async def kind_engines(
     if shares_experts:
         names.append("other rank")
         own |= {key: {"enable_expert_parallel": True} for key in ("decode", "other rank")}
-        port = free_port()
+        port = free_ports("127.0.0.1")
         for rank, name in enumerate(("other rank", "decode")):
             groups[name] = DataParallel(2, rank, port, WAIT_S)
     each_settings = {

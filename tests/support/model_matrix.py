@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,7 +117,11 @@ async def _run(directory: Path, name: str, only: str) -> dict[str, str]:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else repr(error)
+    """Return what an error says, or where it was raised if it says nothing."""
+    if str(error):
+        return str(error).splitlines()[0]
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{last.line} in {last.name}"
 
 
 def row(name: str, found: dict[str, str]) -> str:

@@ -4,9 +4,11 @@ others."""
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.05
 _HOST = "127.0.0.1"
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_GIVEN = 32768  # Linux's default
+_FIRST_PORT = 10_000  # above those of most services
 
 
 class RankGroup:
@@ -51,13 +56,22 @@ class RankGroup:
 
 
 def free_ports(host: str) -> int:
-    """Return a free port of an address of this machine, whose next one is free, too."""
+    """Return a free port of an address of this machine, whose next one is free, too.
+
+    It is below the ports that Linux gives to connections and to who binds port 0: one of these
+    could be taken again before the ranks listen.
+    """
+    try:
+        first_given = int(_GIVEN_PORTS.read_text().split()[0])
+    except OSError:  # not Linux
+        first_given = _FIRST_GIVEN
+    highest = max(first_given, 2 * _FIRST_PORT) - 2
     while True:
+        port = random.randint(_FIRST_PORT, highest)
         with socket.socket() as first, socket.socket() as second:
-            first.bind((host, 0))
-            port: int = first.getsockname()[1]
             try:
+                first.bind((host, port))
                 second.bind((host, port + 1))
-            except (OSError, OverflowError):
+            except OSError:
                 continue
             return port
