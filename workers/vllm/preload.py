@@ -1,4 +1,4 @@
-"""Import of everything that a vLLM worker on a CPU needs, so that workers start by a fork."""
+"""Import of everything that a vLLM worker needs, so that workers on a CPU start by a fork."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from pdserve.process.entry_points import COMMANDS, entry_point
+from pdserve.process.gpus import is_cpu_build
 from workers.vllm import settings
 from workers.vllm.settings import VllmSettings
 
@@ -15,7 +16,6 @@ _MODULES = (
     "workers.server",
     "workers.main",
     "kv_transfer.vllm.connector",
-    "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
 )
 
@@ -25,7 +25,9 @@ def preload() -> None:
     again for its own settings; of those, vLLM reads only the number of threads at import."""
     os.environ.pop("OMP_NUM_THREADS", None)
     settings.apply_environment(VllmSettings(str(Path.cwd()), (), threads=1))
-    for name in _MODULES:
+    # On a GPU not the former: it replaces torch's streams and events.
+    worker = "vllm.v1.worker.cpu_worker" if is_cpu_build() else "vllm.v1.worker.gpu_worker"
+    for name in (*_MODULES, worker):
         importlib.import_module(name)
     entry_point(COMMANDS, "worker").load()  # what each fork runs
     settings.is_preloaded = True

@@ -1,8 +1,9 @@
 """Compile the CUDA shim for the environment of this interpreter: `make gpu-shim`.
 
-torch's CUDA build needs libraries of CUDA that a machine without a GPU lacks. cudart.cpp stands in
-for the runtime, driver.c for the driver and nccl.cpp for NCCL. All other symbols that torch names
-get a function that says its name and refuses.
+The CUDA builds of torch and vLLM need libraries of CUDA that a machine without a GPU lacks.
+cudart.cpp stands in for the runtime, driver.c for the driver, nccl.cpp for NCCL and nvml.c for NVML.
+All other symbols that they name get a function that says its name and refuses. Where kernels are
+skipped (CUDA_SHIM_KERNELS), those of cuBLAS are, too.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ SOURCES = {
     "libcudart.so.13": "cudart.cpp",
     "libcuda.so.1": "driver.c",
     "libnccl.so.2": "nccl.cpp",
+    "libnvidia-ml.so.1": "nvml.c",
 }
 # Where a symbol belongs that names no library. All others are the driver's.
 PREFIXES = {
+    "cublas": "libcublas.so.13",
+    "cublasLt": "libcublasLt.so.13",
     "cuFile": "libcufile.so.0",
     "cusparseLt": "libcusparseLt.so.0",
     "nccl": "libnccl.so.2",
@@ -35,7 +39,11 @@ DRIVER = "libcuda.so.1"
 ENTRY_POINTS = "[torch.backends]\ncuda_shim = tests.gpu.shim.kernels:implement\n"
 METADATA = "Metadata-Version: 2.1\nName: cuda-shim\nVersion: 0\n"
 REFUSAL = """#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 static int refuse(const char *name) {
+  const char *kernels = getenv("CUDA_SHIM_KERNELS");
+  if (kernels && !strcmp(kernels, "skip") && !strncmp(name, "cublas", 6)) return 0;
   fprintf(stderr, "CUDA shim: %s is not there\\n", name);
   return 801; /* cudaErrorNotSupported, CUDA_ERROR_NOT_SUPPORTED, and an error everywhere else */
 }
@@ -53,18 +61,18 @@ def needed(library: Path) -> set[str]:
 
 
 def missing(libraries: list[Path]) -> dict[str, dict[str, str]]:
-    """Return the symbols that torch expects of CUDA's libraries, each with its version."""
+    """Return the symbols that `libraries` expect of CUDA's, each with its version."""
     found: dict[str, dict[str, str]] = {
         name: {} for library in libraries for name in needed(library)
     }
     for library in libraries:
         for line in said("nm", "-D", "--undefined-only", library).splitlines():
             symbol, _, version = line.split()[-1].partition("@")
-            prefixes = [prefix for prefix in PREFIXES if symbol.startswith(prefix)]
+            prefixes = sorted((x for x in PREFIXES if symbol.startswith(x)), key=len)
             if version in found:
                 found[version][symbol] = version
             elif prefixes and version in ("", "NVSHMEM"):
-                found[PREFIXES[prefixes[0]]][symbol] = version
+                found[PREFIXES[prefixes[-1]]][symbol] = version
             elif re.match(r"cu[A-Z]", symbol) and not version:
                 found[DRIVER][symbol] = version
     return found
@@ -114,7 +122,9 @@ def install() -> None:
 
 def main() -> None:
     (LIBRARIES / "build").mkdir(parents=True, exist_ok=True)
-    for name, symbols in missing(sorted((PACKAGES / "torch/lib").glob("*.so*"))).items():
+    libraries = sorted((PACKAGES / "torch/lib").glob("*.so*"))
+    libraries += sorted((PACKAGES / "vllm").rglob("*.so"))
+    for name, symbols in {"libnvidia-ml.so.1": {}, **missing(libraries)}.items():
         compile_library(name, symbols)
     install()
 

@@ -8,6 +8,7 @@
 // Kernels cannot run: a launch is refused by name. kernels.py replaces those that the tests need.
 //
 // CUDA_SHIM_DELAY_US: each operation of a stream waits up to so many microseconds before it runs.
+// CUDA_SHIM_KERNELS=skip: a launch does nothing instead, so what a kernel would write stays as it is.
 
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
@@ -56,6 +57,11 @@ unsigned max_delay_us() {
   static const char *given = getenv("CUDA_SHIM_DELAY_US");
   static const unsigned value = given ? unsigned(atol(given)) : 0;
   return value;
+}
+
+bool skips_kernels() {
+  static const char *given = getenv("CUDA_SHIM_KERNELS");
+  return given && !strcmp(given, "skip");
 }
 
 // A point in a stream that has been recorded once.
@@ -245,7 +251,10 @@ struct MemHandle {
   size_t size;
 };
 
-bool fits(cudaMemcpyKind kind, bool to_device, bool from_device) {
+// Pinned memory is the host's, and by its own address the GPU's too.
+bool fits(cudaMemcpyKind kind, const void *to, const void *from) {
+  const bool to_device = device().is_device(to), from_device = device().is_device(from);
+  if (device().is_pinned(to) || device().is_pinned(from)) return true;
   switch (kind) {
     case cudaMemcpyHostToHost: return !to_device && !from_device;
     case cudaMemcpyHostToDevice: return to_device && !from_device;
@@ -409,6 +418,12 @@ cudaError_t cudaHostUnregister(void *address) {
              ? cudaSuccess
              : fail(cudaErrorInvalidValue, "this host memory is not pinned");
 }
+cudaError_t cudaHostGetDevicePointer(void **made, void *address, unsigned) {
+  if (!device().is_pinned(address))
+    return fail(cudaErrorInvalidValue, "this host memory is not pinned");
+  *made = address;
+  return cudaSuccess;
+}
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *made, const void *address) {
   memset(made, 0, sizeof *made);
   auto *plain = const_cast<void *>(address);
@@ -569,7 +584,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) 
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind,
                             cudaStream_t stream) {
-  if (!fits(kind, device().is_device(to), device().is_device(from)))
+  if (!fits(kind, to, from))
     return fail(cudaErrorInvalidValue, "a copy whose kind is not that of its addresses");
   if (device().is_pageable(from)) {
     auto *begin = static_cast<const char *>(from);
@@ -652,6 +667,7 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void 
 }
 
 cudaError_t cudaLaunchKernel(const void *function, dim3, dim3, void **, size_t, cudaStream_t) {
+  if (skips_kernels()) return cudaSuccess;
   std::string name = "a kernel without a name";
   {
     std::lock_guard lock(device().mutex);
@@ -662,4 +678,26 @@ cudaError_t cudaLaunchKernel(const void *function, dim3, dim3, void **, size_t, 
   const auto why = "no kernel runs here: " + (plain ? plain : name).substr(0, 200);
   free(plain);
   return fail(cudaErrorNotSupported, why.c_str());
+}
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *function, void **) {
+  return cudaLaunchKernel(function, {}, {}, nullptr, 0, nullptr);
+}
+
+// What is asked of a kernel before its launch.
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *made, const void *) {
+  memset(made, 0, sizeof *made);
+  made->maxThreadsPerBlock = 1024;
+  made->binaryVersion = made->ptxVersion = 90;
+  return cudaSuccess;
+}
+cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int, size_t) {
+  *blocks = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *, int,
+                                                                   size_t, unsigned) {
+  *blocks = 1;
+  return cudaSuccess;
 }

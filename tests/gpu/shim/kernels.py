@@ -52,7 +52,9 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _run(number: int) -> None:
     try:
-        _pending.pop(number)()
+        # vLLM's tensors are made in this mode, and only there they can be changed.
+        with torch.inference_mode():
+            _pending.pop(number)()
     except Exception:  # noqa: BLE001 - nobody could take it, in the thread of a stream
         traceback.print_exc()
 

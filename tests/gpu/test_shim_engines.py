@@ -1,0 +1,246 @@
+"""vLLM's build for CUDA as two engines on the CUDA shim, which exchange KV over `cuda_ipc`.
+
+No kernel runs: a model without kernels fills the KV cache with what the tokens before give, and
+samples a wrong token as soon as one byte of a sequence differs
+(tests/support/engine_patches/skipped_kernels.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import random
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import pytest
+
+for _module in ("torch", "msgspec", "grpc", "pytest_asyncio"):
+    pytest.importorskip(_module)
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import pytest_asyncio  # noqa: E402
+
+from kv_transfer.settings import ConnectorConfig  # noqa: E402
+from pdserve.types import FinishReason  # noqa: E402
+from tests.support.engine_pair import EnginePair, params, prompt  # noqa: E402
+from tests.support.engines import EngineGone, EngineProcess, settings  # noqa: E402
+from tests.support.gpu_caches import is_shim  # noqa: E402
+from tests.support.shim_engines import answer  # noqa: E402
+from tests.support.tiny_models import ModelSpec, make_model  # noqa: E402
+from workers.engine import PrefillPhase  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.engines import EngineAnswer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+]
+BLOCK, CHUNK = 16, 256
+# Blocks of a cache: enough for two of the longest sequences, and too few for ten usual ones.
+BLOCKS = 130
+LOAD, AT_ONCE = 60, 10
+SEEDS = itertools.count(1)
+
+
+def lack() -> str:
+    """Why the engines cannot run here, or ""."""
+    if not is_shim():
+        return "needs the CUDA shim: `make gpu-shim`"
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return "the CUDA shim has no vLLM: `make gpu-shim`"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """A way to start engines. `orders`: what damages the KV that they announce
+    (tests/support/engine_patches/corrupt_kv.py)."""
+
+    model: Path
+    orders: Path
+    preemptions: Path
+
+    async def start(self, name: str) -> EngineProcess:
+        kv = ConnectorConfig(transports=("cuda_ipc",), lease_s=30.0)
+        made = settings(
+            self.model,
+            kv=kv,
+            instance_id=name,
+            dtype="bfloat16",
+            load_format="dummy",
+            block_size=BLOCK,
+            max_model_len=1024,
+            max_num_batched_tokens=CHUNK,
+            num_gpu_blocks_override=BLOCKS,
+            enforce_eager=True,
+            gpu_memory_utilization=0.3,
+        )
+        env = {
+            "CUDA_SHIM_KERNELS": "skip",
+            "CUDA_SHIM_DELAY_US": "500",
+            "PDSERVE_TEST_CORRUPT_KV": str(self.orders),
+            "PDSERVE_TEST_SKIPPED_KERNELS": str(self.preemptions),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+        return await EngineProcess.start(made, env=env)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    if reason := lack():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("engines")
+    for name in ("orders", "preemptions"):
+        (folder / name).write_text("", encoding="ascii")
+    model = make_model(folder / "model", ModelSpec(dtype="bfloat16"))
+    return Engines(model, folder / "orders", folder / "preemptions")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(engines: Engines) -> AsyncIterator[EnginePair]:
+    prefill = await engines.start("first")
+    try:
+        decode = await engines.start("second")
+        yield EnginePair(prefill, decode, "first")
+        await decode.close()
+    finally:
+        await prefill.close()
+
+
+@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, CHUNK + 1, 700])
+async def test_every_byte_of_a_prompt_arrives(pair: EnginePair, length: int) -> None:
+    ids = prompt(length, next(SEEDS))
+    found = await pair.run(ids, params(20, ignore_eos=True))
+    assert found.token_ids == answer(ids, 20)
+    report = pair.last[1].report
+    assert report is not None
+    assert report.transfer is not None
+    assert report.transfer.transport == "cuda_ipc"
+    assert report.transfer.blocks == -(-length // BLOCK)
+    await pair.until_empty()
+
+
+async def test_a_wrong_block_is_seen(pair: EnginePair, engines: Engines) -> None:
+    ids = prompt(200, next(SEEDS))
+    engines.orders.write_text("swap", encoding="ascii")
+    first, *others = (await pair.run(ids, params(4, ignore_eos=True))).token_ids
+    engines.orders.write_text("", encoding="ascii")
+    assert (first, *others) == (*answer(ids, 1), 0, 0, 0)
+    await pair.until_empty()
+
+
+class Load:
+    """Requests at random, some of which are cancelled at a random moment."""
+
+    def __init__(self, pair: EnginePair, seed: int) -> None:
+        self._pair = pair
+        self._dice = random.Random(seed)
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self.complete = self.cancelled = 0
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(LOAD):
+                group.create_task(self._request())
+
+    async def _request(self) -> None:
+        async with self._slots:
+            dice, pair = self._dice, self._pair
+            ids, count = prompt(dice.randrange(1, 600), next(SEEDS)), dice.randrange(40, 160)
+            streams = pair.submit(ids, params(count, ignore_eos=True))
+            if dice.random() < 0.3:
+                await asyncio.sleep(dice.random() / 3)
+                for engine, stream in zip((pair.prefill, pair.decode), streams, strict=True):
+                    engine.cancel(stream)
+                self.cancelled += 1
+                return
+            first, rest = [
+                await engine.collect(stream)
+                for engine, stream in zip((pair.prefill, pair.decode), streams, strict=True)
+            ]
+            assert (first.error, rest.error) == (None, None)
+            assert first.token_ids + rest.token_ids == answer(ids, count)
+            self.complete += 1
+
+
+async def test_nothing_is_left_of_cancels_and_preemptions(
+    pair: EnginePair, engines: Engines
+) -> None:
+    before = len(engines.preemptions.read_text("ascii").splitlines())
+    load = Load(pair, seed=5)
+    await load.run()
+    assert load.complete + load.cancelled == LOAD
+    assert min(load.complete, load.cancelled) > 5
+    assert len(engines.preemptions.read_text("ascii").splitlines()) > before
+    await pair.until_empty()
+
+
+async def test_a_drained_engine_gives_its_streams_away(pair: EnginePair) -> None:
+    """Six streams move while they are decoded, and each answer goes on where it was."""
+    old, new, count = pair.decode, pair.prefill, 200
+    sampling = params(count, ignore_eos=True)
+    prompts = [prompt(50 + 20 * n, next(SEEDS)) for n in range(6)]
+    streams = [old.submit(ids, sampling) for ids in prompts]
+    await old.until(lambda: all(len(old.answer(x).token_ids) >= 6 for x in streams))
+    for stream in streams:
+        old.export(stream, f"moved-{stream}")
+
+    async def moved(ids: list[int], stream: int) -> None:
+        head = await old.collect(stream)
+        assert head.finish_reason is FinishReason.ABORT
+        assert head.deltas[-1].exported_tokens == len(head.token_ids)
+        phase = replace(old.decode_phase(f"moved-{stream}"), live=True)
+        tail = await new.run(ids, sampling, phase, resume=head.token_ids)
+        assert head.token_ids + tail.token_ids == answer(ids, count)
+        assert tail.report is not None
+        assert tail.report.transfer is not None
+        assert tail.report.transfer.blocks == -(-(len(ids) + len(head.token_ids) - 1) // BLOCK)
+
+    await asyncio.gather(*map(moved, prompts, streams))
+    await pair.until_empty()
+
+
+async def test_a_killed_engine_leaves_nothing_at_its_peers(
+    pair: EnginePair, engines: Engines
+) -> None:
+    """The victim sends to one engine and receives from the other when it is killed."""
+    victim = await engines.start("victim")
+    to, back = EnginePair(pair.prefill, victim, "first"), EnginePair(victim, pair.decode, "victim")
+    sampling = params(100, ignore_eos=True)
+    prompts = [prompt(400, next(SEEDS)) for _ in range(8)]
+    received = [to.submit(ids, sampling) for ids in prompts[::2]]
+    sent = [back.submit(ids, sampling) for ids in prompts[1::2]]
+    held = pair.prefill.submit(prompt(300, next(SEEDS)), sampling, PrefillPhase("nobody asks"))
+    await pair.prefill.collect(held)
+    await victim.until(lambda: any(victim.answer(x).token_ids for x, _ in sent))
+    await victim.kill()
+    with pytest.raises(EngineGone):
+        await victim.collect(received[-1][1])
+    for (_, stream), ids in zip(sent, prompts[1::2], strict=True):
+        told_or_lost(await pair.decode.collect(stream), ids)
+    pair.prefill.cancel(held)
+    for stream, _ in received:
+        pair.prefill.cancel(stream)
+    await pair.until_empty()
+    ids = prompt(300, next(SEEDS))
+    assert (await pair.run(ids, sampling)).token_ids == answer(ids, 100)
+    await pair.until_empty()
+
+
+def told_or_lost(rest: EngineAnswer, ids: list[int]) -> None:
+    """Assert that the answer is exact, or that it has no token because its KV did not come."""
+    if rest.error is None:
+        assert rest.token_ids == answer(ids, 100)[1:]
+    else:
+        assert (rest.error.code, rest.token_ids) == ("transfer_failed", ())
