@@ -49,7 +49,7 @@ CLIENTS := .venv-clients
 LOAD_CLIENTS := .venv-load-clients
 # The generator of the documentation's site, which reads docstrings: it sees the project's packages.
 SITE := .venv-site
-# A CUDA without a GPU: torch's build for CUDA, over tests/gpu/shim. It sees the project's packages.
+# A CUDA without a GPU: torch and vLLM for CUDA, over tests/gpu/shim. It sees the project's packages.
 GPU_SHIM := .venv-gpu-shim
 SITE_DIR ?= build/site
 # Programs that look at the project's files and packages, in an environment of their own.
@@ -114,7 +114,7 @@ test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why 
 			python="$(GPU_SHIM)/bin/python"; export PYTEST_ADDOPTS="-vv $${PYTEST_ADDOPTS:-}"; fi; \
 		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
 
-gpu-shim: $(GPU_SHIM)/shim ## what test-gpu runs on without a GPU: CUDA in host memory. Needs g++ and binutils; downloads 780 MB
+gpu-shim: $(GPU_SHIM)/shim ## what test-gpu runs on without a GPU: CUDA in host memory. Needs g++ and binutils; downloads 1.4 GB
 
 $(GPU_SHIM)/shim: $(wildcard tests/gpu/shim/*.c* tests/gpu/shim/build.py) | $(GPU_SHIM)/installed
 	@$(GPU_SHIM)/bin/python tests/gpu/shim/build.py
@@ -136,7 +136,7 @@ $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed $(GPU_SHIM)/ins
 	@$(@D)/bin/python -m pip --disable-pip-version-check $(LOCKED) -q $(PIP_OPTIONS) -r $<
 	@touch $@
 
-# The project's torch, which has the same name, is another build.
+# The project's torch and vLLM, which have the same names, are other builds.
 $(GPU_SHIM)/installed: PIP_OPTIONS = --ignore-installed
 
 $(LOAD_CLIENTS)/installed $(SITE)/installed $(GPU_SHIM)/installed: SEE_PROJECT = packages() { $$1/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \

@@ -1,9 +1,9 @@
 """Compile the CUDA shim for the environment of this interpreter: `make gpu-shim`.
 
 The CUDA builds of torch and vLLM need libraries of CUDA that a machine without a GPU lacks.
-cudart.cpp stands in for the runtime, driver.c for the driver, nccl.cpp for NCCL and nvml.c for NVML.
-All other symbols that they name get a function that says its name and refuses. Where kernels are
-skipped (CUDA_SHIM_KERNELS), those of cuBLAS are, too.
+cudart.cpp stands in for the runtime, driver.c for the driver, nccl.cpp for NCCL and nvml.c for
+NVML. All other symbols that they name get a function that says its name and refuses. Where kernels
+are skipped (CUDA_SHIM_KERNELS), those of cuBLAS are, too.
 """
 
 from __future__ import annotations

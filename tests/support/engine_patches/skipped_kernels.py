@@ -2,9 +2,9 @@
 whose KV and tokens follow from the tokens before them.
 
 The KV of a token is a word that follows from this token and all before it, times another factor for
-every 8 bytes of the token's KV. A step fills the blocks of the tokens that it computes, and looks at
+each 8 bytes of the token's KV. A step fills the blocks of the tokens that it computes, and looks at
 all KV of a sequence before it samples. The next token is `next_token` of the sequence, and 0 if a
-single byte differs. The file that the environment names gets a line for every preemption.
+single byte differs. The file that the environment names gets a line for each preemption.
 """
 
 from __future__ import annotations
