@@ -18,6 +18,8 @@ ON_HOST = ("shm", "tcp")
 LOCAL = ("shm", "cuda_ipc")
 # Copies and digests that run at once in GPU memory, of all links. Each holds two chunks.
 DEVICE_COPIES = 2
+# Chunks that a link copies or sends at once, and chunks that are digested at once.
+MAX_IN_FLIGHT = 4
 # NCCL: staging slots in each direction, outside the KV cache. A slot holds at least one block.
 SLOTS, SLOT_BYTES = 4, 32 << 20
 

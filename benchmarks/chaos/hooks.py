@@ -77,7 +77,7 @@ def patch(module: Any) -> None:
     producer = getattr(module, PRODUCERS[module.__name__])
     send = producer.send
 
-    def faulty_send(self: Any, chunk: Any, block_ids: list[int], part: Any) -> None:
+    def faulty_send(self: Any, chunk: Any, block_ids: list[int], part: Any) -> Any:
         path = Path(os.environ[DIRECTORY]) / f"{os.getpid()}.order"
         order = path.read_text(encoding="ascii") if path.exists() else ""
         if order:
@@ -86,6 +86,6 @@ def patch(module: Any) -> None:
         if order == "drop":
             raise ConnectionAbortedError("the link breaks, as ordered")
         # Replace the first block by block 0, vLLM's null block.
-        send(self, chunk, [0, *block_ids[1:]] if order == "corrupt" else block_ids, part)
+        return send(self, chunk, [0, *block_ids[1:]] if order == "corrupt" else block_ids, part)
 
     producer.send = faulty_send

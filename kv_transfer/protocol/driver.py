@@ -6,18 +6,22 @@ actions on the links, and sends them after releasing the lock. One lock guards b
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.consumer import Consumer, ReceiveFailed
+from kv_transfer.protocol.link import Sending
 from kv_transfer.protocol.messages import ChunkReady, Send
 from kv_transfer.protocol.producer import DigestBlocks, Producer, Release, SendChunk
 from kv_transfer.protocol.transport import source_of
+from kv_transfer.settings import MAX_IN_FLIGHT
 from pdserve.process.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -94,7 +98,12 @@ class Driver:
     def write(self, link: Link) -> None:
         """Writer thread: send the link's queued items, waiting for the peer."""
         with link.writing:
-            self._write_queued(link, may_wait=True)
+            try:
+                self._write_queued(link, may_wait=True)
+            finally:
+                while link.sending:  # after an error
+                    with contextlib.suppress(OSError, KvTransferError):
+                        self._end_send(link)
         self._flush()
 
     def fail_link(self, link: Link, error: Exception) -> None:
@@ -198,8 +207,11 @@ class Driver:
 
     def _write_queued(self, link: Link, *, may_wait: bool) -> None:
         """Send queued items in order. The caller holds `link.writing`, and then calls `_flush`."""
-        while (item := link.take()) is not None:
-            if not isinstance(item, SendChunk):
+        while (item := link.take()) is not None or link.sending:
+            if item is None:
+                link.write_pieces([])
+                self._end_send(link)
+            elif not isinstance(item, SendChunk):
                 link.buffer(item)
             elif may_wait or (link.producer is not None and link.producer.is_quick):
                 self._send_chunk(link, item)
@@ -220,20 +232,44 @@ class Driver:
         with self.lock:
             if not self.producer.begin_copy(chunk):
                 return
-        sent_bytes = 0
         begun = time.monotonic()
         try:
             region = source_of(self.local.regions, chunk.part)
             size = region.size_bytes(len(chunk.block_ids))
             message = ChunkReady(chunk.transfer_id, chunk.first, len(chunk.block_ids), size)
-            channel.send(message, chunk.block_ids, chunk.part)
-            sent_bytes = size
-        finally:
-            now = time.monotonic()
-            with self.lock:
-                self._queue(self.producer.end_copy(chunk, now, now - begun, sent_bytes))
-                self._copy_ended.notify_all()
-                if sent_bytes:
-                    self.counters.pushed_bytes += sent_bytes
-                    self.counters.pushed_blocks += len(chunk.block_ids)
-                    self.counters.push_s += now - begun
+            copy = channel.send(message, chunk.block_ids, chunk.part)
+        except BaseException:
+            self._record_send(chunk, begun, 0)
+            raise
+        if copy.has_ended and not link.sending:
+            self._record_send(chunk, begun, size)
+            return
+        link.sending.append(Sending(chunk, copy, begun, size))
+        with self.lock:
+            self._queue(self.producer.next_chunk(chunk, time.monotonic()))
+        while len(link.sending) >= MAX_IN_FLIGHT:
+            self._end_send(link)
+
+    def _end_send(self, link: Link) -> None:
+        """Wait until the link's oldest chunk is sent."""
+        chunk, copy, begun, size = link.sending.popleft()
+        try:
+            copy.wait()
+        except BaseException:
+            self._record_send(chunk, begun, 0)
+            raise
+        ended = self._record_send(chunk, begun, size)
+        # The time of chunks that are sent together is counted once.
+        link.sending = deque(x._replace(begun=max(x.begun, ended)) for x in link.sending)
+
+    def _record_send(self, chunk: SendChunk[Link], begun: float, sent_bytes: int) -> float:
+        """Record the end of a copy, which failed if `sent_bytes` is 0. Return the time."""
+        now = time.monotonic()
+        with self.lock:
+            self._queue(self.producer.end_copy(chunk, now, now - begun, sent_bytes))
+            self._copy_ended.notify_all()
+            if sent_bytes:
+                self.counters.pushed_bytes += sent_bytes
+                self.counters.pushed_blocks += len(chunk.block_ids)
+                self.counters.push_s += now - begun
+        return now

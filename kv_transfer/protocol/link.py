@@ -7,12 +7,13 @@ One thread reads (link_threads.py); one thread at a time writes (driver.py). Any
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kv_transfer.errors import LinkClosed, ProtocolError
 from kv_transfer.protocol.messages import (
@@ -65,11 +66,12 @@ class ProducerChannel(Channel):
         """Do slow preparations before the first chunk. Called first on the link's writer
         thread."""
 
-    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
-        """Announce the chunk and send the blocks, `part` of each page.
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> BlockCopy:
+        """Announce the chunk and send the blocks, `part` of each page, or start to.
 
-        Returns when the blocks may be overwritten. A transport whose consumer copies by itself
-        returns at once: if the blocks change under the copy, the digests do not match.
+        The blocks may be overwritten when what is returned has ended. That of a transport whose
+        consumer copies by itself has ended: if the blocks change under the copy, the digests do not
+        match. Nothing is being sent if this raises.
         """
         raise NotImplementedError
 
@@ -77,7 +79,8 @@ class ProducerChannel(Channel):
 class ConsumerChannel(Channel):
     """The receiving end."""
 
-    # True if `receive` copies from the producer's memory when the chunk is announced.
+    # True if `receive` copies from the producer's memory when the chunk is announced. The producer
+    # does not wait for it, and so may have announced the next chunks, too.
     is_pull = False
 
     def receive(
@@ -85,10 +88,19 @@ class ConsumerChannel(Channel):
     ) -> BlockCopy:
         """Write the chunk into these blocks, or start to. With None, discard it.
 
-        Runs on the link's reader thread, which waits for what is returned. No write is in progress
-        if this raises.
+        Runs on the link's reader thread, which waits for what is returned, in order. No write is in
+        progress if this raises.
         """
         raise NotImplementedError
+
+
+class Sending(NamedTuple):
+    """A chunk that is being sent. It began at `begun`, and has `size` bytes."""
+
+    chunk: SendChunk[Link]
+    copy: BlockCopy
+    begun: float
+    size: int
 
 
 class Link:
@@ -112,6 +124,7 @@ class Link:
         self._changed = threading.Condition()
         self.writing = threading.Lock()  # held by the thread that writes
         self._queue: deque[KvMessage | SendChunk[Link]] = deque()
+        self.sending: deque[Sending] = deque()  # oldest first; of the writer thread
         self._unsent = b""
         self._buffer = memoryview(bytearray(READ_AHEAD_BYTES))
         self._ahead = self._buffer[:0]
@@ -251,15 +264,14 @@ class Link:
 
     # -- reading
 
-    @property
-    def has_input(self) -> bool:
-        """Reader thread: True if bytes of the next message are here, or the link has ended."""
+    def has_input(self, wait_s: float = 0.0) -> bool:
+        """Reader thread: return True if bytes of the next message are here, or the link has ended.
+        Waits for that so long."""
         if self._ahead:
             return True
-        with contextlib.suppress(BlockingIOError):
-            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            return True
-        return False
+        arrived = select.poll()  # `select.select` takes no descriptor above 1023
+        arrived.register(self.sock, select.POLLIN)
+        return bool(arrived.poll(wait_s * 1000))
 
     def read(self) -> KvMessage:
         """Reader thread: return the next message."""

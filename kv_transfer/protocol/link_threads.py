@@ -12,6 +12,7 @@ from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.errors import ProtocolError
 from kv_transfer.protocol.messages import ChunkReady, Inner
 from kv_transfer.protocol.transport import source_of, target_of
+from kv_transfer.settings import MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Chunks that a GPU copies for a link, or digests, so that it need not wait for this thread.
-MAX_IN_FLIGHT = 4
+INPUT_POLL_S = 0.001
 
 
 def start_reader(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
@@ -55,8 +55,7 @@ def _read(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
         link.end_handshake()
         writer.start()
         while not link.is_down:
-            if receiving.in_flight and not link.has_input:
-                receiving.finish()
+            receiving.finish_until_input()
             _receive(link, driver, receiving, link.read())
     except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
         driver.fail_link(link, error)
@@ -114,17 +113,13 @@ class _Receiving:
         self._chunks: deque[tuple[ChunkReady, float, BlockCopy]] = deque()
         self._ended_at = 0.0
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._chunks)
-
     def begin(self, channel: ConsumerChannel, chunk: ChunkReady) -> None:
         """Write a chunk into its blocks, or discard it. A GPU may still copy when this returns."""
         driver = self._driver
         with driver.lock:
             place = driver.consumer.begin_chunk(self._link, chunk)
         if place is None:
-            channel.receive(chunk, None, None)
+            channel.receive(chunk, None, None).wait()
             return
         begun = time.monotonic()
         try:
@@ -138,6 +133,20 @@ class _Receiving:
             self._abort(chunk, str(error))
             raise
         self._chunks.append((chunk, begun, copy))
+        self._finish_ended()
+
+    def finish_until_input(self) -> None:
+        """Finish chunks, as they end, while there is no message to read."""
+        consuming = self._link.consumer
+        # A producer that sends waits for our answers to its messages.
+        wait_s = 0.0 if consuming is None or consuming.is_pull else INPUT_POLL_S
+        while self._chunks and not self._link.has_input(wait_s):
+            if wait_s:
+                self._finish_ended()
+            else:
+                self._finish_one()
+
+    def _finish_ended(self) -> None:
         while self._chunks and self._chunks[0][2].has_ended:
             self._finish_one()
 

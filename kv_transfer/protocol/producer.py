@@ -35,6 +35,7 @@ from kv_transfer.protocol.messages import (
     Subscribe,
     TransferDone,
 )
+from kv_transfer.settings import MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -83,8 +84,9 @@ Action = Send[LinkT] | SendChunk[LinkT] | Release | DigestBlocks
 
 @dataclass(slots=True, eq=False)
 class Reader(Generic[LinkT]):
-    """A consumer rank that reads a transfer. At most one of its chunks is queued or being copied.
-    `parts` has the byte range in the pages for each group of the subscription."""
+    """A consumer rank that reads a transfer. At most one of its chunks is queued, and MAX_IN_FLIGHT
+    are being copied: the value is False for one that will be sent again. `parts` has the byte range
+    in the pages for each group of the subscription."""
 
     link: LinkT
     subscription: Subscribe
@@ -94,8 +96,7 @@ class Reader(Generic[LinkT]):
     sent_blocks: int = 0
     sent_bytes: int = 0
     queued: SendChunk[LinkT] | None = None
-    copying: SendChunk[LinkT] | None = None
-    is_rewound: bool = False  # during the current copy
+    copying: dict[SendChunk[LinkT], bool] = field(default_factory=dict)
     was_nacked: bool = False
     is_done: bool = False
     spoke_at: float = 0.0
@@ -105,7 +106,7 @@ class Reader(Generic[LinkT]):
         """Send `block` and all later blocks again."""
         self.next_block = self.sent_blocks = block
         self.queued = None
-        self.is_rewound = self.copying is not None
+        self.copying = dict.fromkeys(self.copying, False)
         self.is_done = False
 
 
@@ -325,7 +326,7 @@ class Producer(Generic[LinkT]):
         """Return the links over which the transfer's blocks are being copied."""
         transfer = self._transfers.get(transfer_id)
         readers = [] if transfer is None else transfer.readers
-        return [reader.link for reader in readers if reader.copying is not None]
+        return [reader.link for reader in readers if reader.copying]
 
     def release(self, transfer_id: str) -> list[Action[LinkT]]:
         """Close the transfer of an ended request, to release its blocks."""
@@ -437,8 +438,13 @@ class Producer(Generic[LinkT]):
         _, reader = self._find(chunk.link, chunk.transfer_id)
         if reader is None or reader.queued is not chunk:
             return False
-        reader.queued, reader.copying = None, chunk
+        reader.queued, reader.copying[chunk] = None, True
         return True
+
+    def next_chunk(self, chunk: SendChunk[LinkT], now: float) -> list[Action[LinkT]]:
+        """Return the chunk after one whose copy goes on without its thread."""
+        transfer, _ = self._find(chunk.link, chunk.transfer_id)
+        return [] if transfer is None else self._pump(transfer, now)
 
     def end_copy(
         self, chunk: SendChunk[LinkT], now: float, seconds: float, sent_bytes: int
@@ -447,20 +453,20 @@ class Producer(Generic[LinkT]):
         `sent_bytes` is 0."""
         transfer = self._transfers.get(chunk.transfer_id)
         reader = None if transfer is None else transfer.reader(chunk.link)
-        if transfer is None or reader is None or reader.copying is not chunk:
+        if transfer is None or reader is None or chunk not in reader.copying:
             return []
-        reader.copying = None
+        is_current = reader.copying.pop(chunk)
         if transfer.is_closed:
-            transfer.readers.remove(reader)
+            if not reader.copying:
+                transfer.readers.remove(reader)
             return self._drop(transfer)
         if not sent_bytes:
             return self._close(transfer, "a copy failed")
         reader.transfer_s += seconds
         reader.sent_bytes += sent_bytes
         reader.spoke_at = now
-        if not reader.is_rewound:
+        if is_current:
             reader.sent_blocks += len(chunk.block_ids)
-        reader.is_rewound = False
         if transfer.lease_end is not None:
             transfer.lease_end = now + self._lease_s
         return self._pump(transfer, now)
@@ -562,7 +568,8 @@ class Producer(Generic[LinkT]):
                     f" {transfer.ready_tokens} were computed"
                 )
                 return self._close(transfer, reason)
-            if reader.queued is not None or reader.copying is not None or reader.is_done:
+            is_full = reader.queued is not None or len(reader.copying) >= MAX_IN_FLIGHT
+            if is_full or reader.is_done:
                 continue
             if reader.next_block < total:
                 reader.queued = self._next_chunk(transfer, reader)

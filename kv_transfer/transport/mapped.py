@@ -39,8 +39,9 @@ class MappedProducer(ProducerChannel):
         self._link = link
         self.name = name
 
-    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> BlockCopy:
         self._link.buffer(replace(chunk, block_ids=block_ids))
+        return EndedCopy(b"")
 
 
 class PeerCache(Protocol):

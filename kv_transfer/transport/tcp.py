@@ -27,9 +27,10 @@ class TcpProducer(ProducerChannel):
         self._regions = local.regions
         self._link = link
 
-    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> BlockCopy:
         pages = source_of(self._regions, part).pages(block_ids)
         self._link.write_pieces([memoryview(encode(chunk)), *pages])
+        return EndedCopy(b"")
 
 
 class TcpConsumer(ConsumerChannel):

@@ -9,17 +9,17 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError, LinkClosed
 from kv_transfer.protocol.messages import Inner, pack
 from kv_transfer.transport.nccl.binding import Result
 from kv_transfer.transport.nccl.limits import RECEIVER, SENDER
 from kv_transfer.transport.nccl.messages import Ended
-from kv_transfer.transport.nccl.staging import SlotLost, until
+from kv_transfer.transport.nccl.staging import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kv_transfer.protocol.link import Link
     from kv_transfer.transport.nccl.binding import Nccl
@@ -28,14 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A tenth of the slowest wire that is worth using.
-MIN_BYTES_PER_S = 1e8
-
 
 class Communicator:
     """A link's communicator of two ranks, at this end. A thread holds `in_use` while it uses, or
-    may use, the communicator. `number` counts the communicators that this one was, to tell messages
-    about an earlier one apart."""
+    may use, the communicator, and while operations are in flight. `number` counts the communicators
+    that this one was, to tell messages about an earlier one apart."""
 
     def __init__(
         self, rank: int, nccl: Nccl, gpu: Gpu, limits: Limits, pool: Communicators, link: Link
@@ -116,15 +113,6 @@ class Communicator:
         # Wait until NCCL has enqueued, so that later work on the stream cannot overtake it.
         until(self.is_taken, self._limits.min_move_s, "posting to NCCL", self.check)
 
-    def wait_until_moved(self, slot: StagingSlot, size: int) -> None:
-        event = self._gpu.record(slot.stream)
-        seconds = max(self._limits.min_move_s, size / MIN_BYTES_PER_S)
-        until(lambda: self._has_moved(event), seconds, "moving a chunk over NCCL", self.check)
-
-    def _has_moved(self, event: Any) -> bool:
-        self.is_taken()
-        return self._gpu.has_fired(event)
-
     def is_taken(self) -> bool:
         """Return True if NCCL has completed the last call. Raises KvTransferError."""
         result = self._nccl.async_error(self._handle)
@@ -135,18 +123,19 @@ class Communicator:
         if result not in (Result.SUCCESS, Result.IN_PROGRESS):
             raise KvTransferError(f"NCCL: {result.name}: {self._nccl.last_error(self._handle)}")
 
-    def fail(self, slot: StagingSlot, error: BaseException) -> None:
-        """Abort after an error. Raises SlotLost if the GPU does not become idle in time."""
+    def fail(self) -> None:
+        """Abort after an error."""
         self._pool.aborted += self.is_open
         self.abort()
-        try:
-            events = [self._gpu.record(stream) for stream in (slot.stream, slot.copies)]
-            # A consumer waits without limit, because its blocks are reused when this returns.
-            limit_s = math.inf if self.rank == RECEIVER else self._limits.quarantine_s
-            for event in events:
-                until(lambda e=event: self._gpu.has_fired(e), limit_s, "the GPU's rest", _nothing)  # type: ignore[misc]
-        except (KvTransferError, RuntimeError) as stuck:
-            raise SlotLost(f"{error}; {stuck}") from error
+
+    def rest(self, slots: Sequence[StagingSlot]) -> None:
+        """Wait until the GPU is idle on slots of an aborted communicator. Raises KvTransferError or
+        RuntimeError if it does not become idle in time."""
+        streams = (stream for slot in slots for stream in (slot.stream, slot.copies))
+        events = [self._gpu.record(stream) for stream in streams]
+        # A consumer waits without limit, because its blocks are reused when this returns.
+        limit_s = math.inf if self.rank == RECEIVER else self._limits.quarantine_s
+        until(lambda: all(map(self._gpu.has_fired, events)), limit_s, "the GPU's rest", _nothing)
 
 
 class Communicators:

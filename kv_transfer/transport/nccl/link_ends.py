@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import time
+from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +16,10 @@ from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.protocol.messages import Inner, KvMessage, decode, pack
 from kv_transfer.transport.nccl.messages import KINDS, Clear, Ended, Offer
-from kv_transfer.transport.nccl.staging import POLL_S
+from kv_transfer.transport.nccl.staging import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Set
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
     from kv_transfer.cache.geometry import PagePart
     from kv_transfer.cache.gpu_memory import DeviceRegion
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
     from kv_transfer.transport.nccl.communicators import Communicator
     from kv_transfer.transport.nccl.limits import Limits
     from kv_transfer.transport.nccl.staging import Gpu, Staging, StagingSlot
+
+# A tenth of the slowest wire that is worth using.
+MIN_BYTES_PER_S = 1e8
+INPUT_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,53 @@ class Resources:
     direct_run: int
 
 
+@dataclass(slots=True, eq=False)
+class _Run:
+    """The bytes of one offer on their way. They are in place, and the slot is free, when `events`
+    have fired; there are none before the operations are posted."""
+
+    slot: StagingSlot
+    size: int
+    events: Sequence[Any] = ()
+    is_over: bool = False
+    error: BaseException | None = None
+
+
+class _Moving:
+    """The runs of a chunk, as a BlockCopy. `begin_digests` is called when they have ended."""
+
+    def __init__(
+        self, end: _LinkEnd, runs: Sequence[_Run], begin_digests: Callable[[], BlockCopy]
+    ) -> None:
+        self._end = end
+        self._runs = runs
+        self._begin_digests = begin_digests
+        self._digests: BlockCopy | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        if not self._end.have_ended(self._runs):
+            return False
+        return any(run.error for run in self._runs) or self._digesting().has_ended
+
+    def wait(self) -> bytes:
+        self._end.wait(self._runs)
+        return self._digesting().wait()
+
+    def _digesting(self) -> BlockCopy:
+        if self._digests is None:
+            self._digests = self._begin_digests()
+        return self._digests
+
+
 class _LinkEnd:
+    """What both ends do. One thread of the link posts and waits.
+
+    Runs are posted, and end, in the order of the offers, at both ends. They are in flight together,
+    as far as there are slots. After an error none is: the communicator is aborted, and each run
+    ends with the error when the GPU is idle.
+    """
+
     name = "nccl"
 
     def __init__(self, communicator: Communicator, link: Link, resources: Resources) -> None:
@@ -59,14 +112,105 @@ class _LinkEnd:
         self._slot_bytes = resources.slot_bytes
         self._direct = resources.direct
         self._direct_run = resources.direct_run
+        self._flying: deque[_Run] = deque()
+        self._head_since = 0.0  # when the oldest run was posted, or the one before it ended
+
+    def have_ended(self, runs: Sequence[_Run]) -> bool:
+        """Return True if the runs have ended, also by an error. Raises KvTransferError after an
+        error."""
+        if not all(run.is_over for run in runs):
+            with self._using():
+                self._end_runs()
+        return all(run.is_over for run in runs)
+
+    def wait(self, runs: Sequence[_Run]) -> None:
+        """Wait until the runs have ended. Raises KvTransferError after an error."""
+        if not all(run.is_over for run in runs):
+            with self._using():
+                self._wait(runs)
+        for run in runs:
+            if run.error is not None:
+                raise KvTransferError(str(run.error)) from run.error
 
     def close(self) -> None:
         with self.communicator.in_use:
             self.communicator.close()
 
-    def _slot(self) -> AbstractContextManager[StagingSlot]:
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Hold the communicator. It stays held while runs are in flight, so that it is not closed
+        for another one."""
+        if not self._flying:
+            self.communicator.in_use.acquire()
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            if not self._flying:
+                self.communicator.in_use.release()
+
+    def _fail(self, error: BaseException) -> None:
+        """Abort, and end all runs. Raises KvTransferError if the GPU does not become idle in time:
+        the slots are lost then."""
+        self.communicator.fail()
+        runs = list(self._flying)
+        try:
+            self.communicator.rest([run.slot for run in runs])
+        except (KvTransferError, RuntimeError) as stuck:
+            self._staging.lost += len(runs)
+            raise KvTransferError(f"{error}; {stuck}") from error
+        else:
+            for run in runs:
+                self._staging.release(run.slot)
+        finally:
+            self._flying.clear()
+            for run in runs:
+                run.is_over, run.error = True, error
+
+    def _begin(self, size: int) -> _Run:
+        """Take a slot for the next run."""
         self.communicator.enter()  # may wait, and must hold no slot then
-        return self._staging.slot(self._limits.op_s, self.communicator.check)
+        while self._flying and not self._staging.free:
+            self._wait([self._flying[0]])
+        slot = self._staging.acquire(self._limits.op_s, self._check)
+        self._flying.append(run := _Run(slot, size))
+        return run
+
+    def _posted(self, run: _Run, *streams: Any) -> None:
+        """Record that all operations of the run are on these streams."""
+        run.events = [self._gpu.record(stream) for stream in streams]
+        if self._flying[0] is run:
+            self._head_since = time.monotonic()
+
+    def _end_runs(self) -> None:
+        """Free the slots of runs that have ended. Raises KvTransferError after an error of NCCL, or
+        at a deadline."""
+        while self._flying and (run := self._flying[0]).events:
+            self.communicator.is_taken()  # raises NCCL's error
+            now = time.monotonic()
+            if not all(map(self._gpu.has_fired, run.events)):
+                seconds = max(self._limits.min_move_s, run.size / MIN_BYTES_PER_S)
+                if now - self._head_since >= seconds:
+                    raise KvTransferError(
+                        f"moving a chunk over NCCL took longer than {seconds:g} s"
+                    )
+                return
+            run.is_over, self._head_since = True, now
+            self._staging.release(self._flying.popleft().slot)
+
+    def _check(self) -> None:
+        self._end_runs()
+        self.communicator.check()
+
+    def _wait(self, runs: Sequence[_Run]) -> None:
+        until(lambda: all(run.is_over for run in runs), math.inf, "", self._check)
+
+    def _settle(self, run: _Run | None = None) -> None:
+        """Wait for all runs but this one, which is not posted. The communicator may be closed
+        then."""
+        self._wait([each for each in self._flying if each is not run])
 
 
 class NcclProducer(_LinkEnd, ProducerChannel):
@@ -78,54 +222,49 @@ class NcclProducer(_LinkEnd, ProducerChannel):
         self._answered = threading.Condition()
 
     def open(self) -> None:
-        with self.communicator.in_use, self._slot() as slot:
-            self._send_run(slot, 1, [_MoveBatch([], 0, [(slot.address, 1)])], None)
+        with self._using():
+            self._wait([self._send_run([0], 1, None)])
 
-    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> BlockCopy:
         whole = self._regions[part.group]
         region = whole.narrowed(part.source_layers, part.source_start, part.size)
         is_direct = part.group in self._direct and region is whole
         block_bytes = region.geometry.block_bytes
         self._link.write(chunk)
-        run = self._direct_run if is_direct else self._slot_bytes // block_bytes
-        with self.communicator.in_use:
-            for ids in _runs(block_ids, run):
-                with self._slot() as slot:
-                    cache = region if is_direct else None
-                    parts = _batches(
-                        slot, ids, block_bytes, cache, self._limits, is_direct=is_direct
-                    )
-                    size = len(ids) * block_bytes
-                    gathered = None if is_direct else region
-                    self._send_run(slot, size, parts, gathered, is_direct=is_direct)
+        most = self._direct_run if is_direct else self._slot_bytes // block_bytes
+        with self._using():
+            runs = [
+                self._send_run(ids, block_bytes, region, is_direct=is_direct)
+                for ids in _runs(block_ids, most)
+            ]
+        return _Moving(self, runs, _no_digests)
 
     def _send_run(
         self,
-        slot: StagingSlot,
-        size: int,
-        parts: list[_MoveBatch],
-        gathered: DeviceRegion | None,
+        ids: list[int],
+        block_bytes: int,
+        region: DeviceRegion | None,
         *,
         is_direct: bool = False,
-    ) -> None:
-        """Send the bytes of one slot. `gathered` is the cache to copy into the slot first."""
-        try:
-            ready = []
-            if gathered is not None:
-                with self._gpu.on(slot.copies):
-                    for part in parts:
-                        gathered.gather(part.ids, slot.memory[part.start :])
-                        ready.append(self._gpu.record(slot.copies))
-            self._agree(slot, size, is_direct=is_direct)
-            with self._gpu.on(slot.stream):
-                for n, part in enumerate(parts):
-                    if ready:
-                        self._gpu.wait(slot.stream, ready[n])
-                    self.communicator.post(slot, part.moves)
-                self.communicator.wait_until_moved(slot, size)
-        except BaseException as error:
-            self.communicator.fail(slot, error)
-            raise
+    ) -> _Run:
+        """Post the send of one run of blocks; without a region, of the slot's old content."""
+        run = self._begin(len(ids) * block_bytes)
+        slot, cache = run.slot, region if is_direct else None
+        parts = _batches(slot, ids, block_bytes, cache, self._limits, is_direct=is_direct)
+        ready = []
+        if region is not None and not is_direct:
+            with self._gpu.on(slot.copies):
+                for part in parts:
+                    region.gather(part.ids, slot.memory[part.start :])
+                    ready.append(self._gpu.record(slot.copies))
+        self._agree(run, is_direct=is_direct)
+        with self._gpu.on(slot.stream):
+            for n, part in enumerate(parts):
+                if ready:
+                    self._gpu.wait(slot.stream, ready[n])
+                self.communicator.post(slot, part.moves)
+            self._posted(run, slot.stream)
+        return run
 
     def on_inner(self, body: bytes) -> None:
         """Handle a message of the consumer, on the link's reader thread."""
@@ -142,8 +281,8 @@ class NcclProducer(_LinkEnd, ProducerChannel):
             finally:
                 self.communicator.in_use.release()
 
-    def _agree(self, slot: StagingSlot, size: int, *, is_direct: bool) -> None:
-        """Offer the bytes until the consumer has posted the receive."""
+    def _agree(self, run: _Run, *, is_direct: bool) -> None:
+        """Offer the run until the consumer has posted the receive."""
         communicator = self.communicator
         while True:
             communicator.enter()
@@ -151,15 +290,16 @@ class NcclProducer(_LinkEnd, ProducerChannel):
             if not communicator.is_open:
                 unique_id = self._nccl.unique_id()
                 communicator.number += 1
-            offer = Offer(communicator.number, size, unique_id, is_direct)
+            offer = Offer(communicator.number, run.size, unique_id, is_direct)
             self._link.write(Inner(pack(offer)))
             if unique_id:
                 # Before it joins, the consumer may wait for a slot and for room, up to `op_s`.
                 timeout_s = self._limits.op_s + self._limits.init_s
-                communicator.join(communicator.number, unique_id, slot, timeout_s)
+                communicator.join(communicator.number, unique_id, run.slot, timeout_s)
             if self._is_cleared():
                 return
             # The consumer freed its idle end before it read the offer: offer a new communicator.
+            self._settle(run)
             communicator.abort()
 
     def _is_cleared(self) -> bool:
@@ -173,7 +313,7 @@ class NcclProducer(_LinkEnd, ProducerChannel):
                     number: int = getattr(answer, "number", 0)
                     if number == self.communicator.number and isinstance(answer, Clear | Ended):
                         return isinstance(answer, Clear)
-                self.communicator.check()
+                self._check()
                 if time.monotonic() >= end:
                     raise KvTransferError(
                         f"the consumer posted nothing for {self._limits.op_s:g} s"
@@ -194,7 +334,8 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
             region = whole.narrowed(part.target_layers, part.target_start, part.size)
         is_direct = bool(self._direct) if part is None else part.group in self._direct
         block_bytes = chunk.size // max(1, chunk.count)
-        with self.communicator.in_use:
+        runs: list[_Run] = []
+        with self._using():
             done = 0
             while done < chunk.count:
                 offer = self._read_offer()
@@ -204,21 +345,24 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
                 ids = None if block_ids is None else block_ids[done : done + count]
                 if offer.is_direct and not is_direct:
                     raise ProtocolError(f"cannot receive {offer}")
-                if self._take(offer, block_bytes, region, ids):
+                if (run := self._take(offer, block_bytes, region, ids)) is not None:
+                    runs.append(run)
                     done += count
         if block_ids is None or region is None:
-            return EndedCopy(b"")
-        return region.begin_digests(block_ids)
+            return _Moving(self, runs, _no_digests)
+        return _Moving(self, runs, functools.partial(region.begin_digests, block_ids))
 
     def on_inner(self, body: bytes) -> None:
         """Handle a message of the producer outside of a chunk, on the link's reader thread."""
         message = decode(body, KINDS)
-        with self.communicator.in_use:
+        with self._using():
             if isinstance(message, Offer):
                 self._take(message, message.size_bytes, None, None)
+                self._settle()
             elif not isinstance(message, Ended):
                 raise ProtocolError(f"a {type(message).__name__} message outside of a chunk")
             elif message.number == self.communicator.number:
+                self._settle()
                 self.communicator.abort()
 
     def _take(
@@ -227,9 +371,9 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         block_bytes: int,
         region: DeviceRegion | None,
         block_ids: list[int] | None,
-    ) -> bool:
-        """Receive the offered bytes; without a region, discard them. Return False if the offer's
-        communicator is gone: the producer then offers a new one."""
+    ) -> _Run | None:
+        """Post the receive of the offered bytes; without a region, discard them. Return None if the
+        offer's communicator is gone: the producer then offers a new one."""
         communicator = self.communicator
         is_fit = region is None or region.geometry.block_bytes == block_bytes
         most = self._direct_run * block_bytes if offer.is_direct else self._slot_bytes
@@ -238,35 +382,26 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         if not offer.unique_id and (
             not communicator.is_open or offer.number != communicator.number
         ):
-            return False
+            return None
         cache = region if offer.is_direct else None
         ids = list(range(offer.size_bytes // block_bytes)) if block_ids is None else block_ids
-        with self._slot() as slot:
-            try:
-                if offer.unique_id:
-                    communicator.abort()
-                communicator.enter()
-                if offer.unique_id:
-                    communicator.join(offer.number, offer.unique_id, slot, self._limits.init_s)
-                parts = _batches(
-                    slot, ids, block_bytes, cache, self._limits, is_direct=offer.is_direct
-                )
-                with self._gpu.on(slot.stream):
-                    for n, part in enumerate(parts):
-                        communicator.post(slot, part.moves, None if n else self._clear)
-                        if region is not None and not offer.is_direct:
-                            self._gpu.wait(slot.copies, self._gpu.record(slot.stream))
-                            with self._gpu.on(slot.copies):
-                                region.scatter(part.ids, slot.memory[part.start :])
-                    communicator.wait_until_moved(slot, offer.size_bytes)
-                    scattered = self._gpu.record(slot.copies)
-                # No deadline, because the blocks are reused when this returns.
-                while not self._gpu.has_fired(scattered):
-                    time.sleep(POLL_S)
-            except BaseException as error:
-                communicator.fail(slot, error)
-                raise
-        return True
+        run = self._begin(offer.size_bytes)
+        slot = run.slot
+        if offer.unique_id:
+            self._settle(run)
+            communicator.abort()
+            communicator.enter()
+            communicator.join(offer.number, offer.unique_id, slot, self._limits.init_s)
+        parts = _batches(slot, ids, block_bytes, cache, self._limits, is_direct=offer.is_direct)
+        with self._gpu.on(slot.stream):
+            for n, part in enumerate(parts):
+                communicator.post(slot, part.moves, None if n else self._clear)
+                if region is not None and not offer.is_direct:
+                    self._gpu.wait(slot.copies, self._gpu.record(slot.stream))
+                    with self._gpu.on(slot.copies):
+                        region.scatter(part.ids, slot.memory[part.start :])
+            self._posted(run, slot.stream, slot.copies)
+        return run
 
     def _clear(self) -> None:
         self._link.post(Inner(pack(Clear(self.communicator.number))))
@@ -278,6 +413,9 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         return message
 
     def _read(self) -> KvMessage:
+        # The producer may wait for a slot that another link of ours keeps it from: free our own.
+        while self._flying and not self._link.has_input(INPUT_POLL_S):
+            self._end_runs()
         message = self._link.read()
         if not isinstance(message, Inner):
             raise ProtocolError(f"a {type(message).__name__} message inside a chunk")
@@ -320,6 +458,10 @@ def _batches(
         made.append(_MoveBatch(part, start, moves))
         start += size
     return made
+
+
+def _no_digests() -> BlockCopy:
+    return EndedCopy(b"")
 
 
 def _runs(ids: list[int], step: int) -> Iterator[list[int]]:

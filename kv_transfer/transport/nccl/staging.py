@@ -97,26 +97,10 @@ class Staging:
     def free(self) -> int:
         return len(self._free)
 
-    @contextmanager
-    def slot(self, timeout_s: float, check: Callable[[], None]) -> Iterator[StagingSlot]:
-        """Hold a slot. `check` raises if the caller must stop waiting.
-
-        A slot is never used again if its operation raised `SlotLost`: the GPU may still write to
-        it.
-        """
-        slot = self._acquire(timeout_s, check)
-        try:
-            yield slot
-        except SlotLost:
-            self.lost += 1
-            raise
-        except BaseException:
-            self._release(slot)
-            raise
-        else:
-            self._release(slot)
-
-    def _acquire(self, timeout_s: float, check: Callable[[], None]) -> StagingSlot:
+    def acquire(self, timeout_s: float, check: Callable[[], None]) -> StagingSlot:
+        """Return a slot, for one `release`. `check` raises if the caller must stop waiting. Raises
+        KvTransferError at the deadline. A slot to which the GPU may still write is not released,
+        but counted in `lost`."""
         end = time.monotonic() + timeout_s
         with self._changed:
             while not self._free:
@@ -126,14 +110,10 @@ class Staging:
                 self._changed.wait(SLOT_POLL_S)
             return self._free.pop()
 
-    def _release(self, slot: StagingSlot) -> None:
+    def release(self, slot: StagingSlot) -> None:
         with self._changed:
             self._free.append(slot)
             self._changed.notify()
-
-
-class SlotLost(KvTransferError):
-    """An operation failed and the GPU may still write to its slot."""
 
 
 def until(

@@ -8,7 +8,10 @@ previous one scattered. The sequence for each slot, and without staging for each
     producer: take a slot ─ Chunk, Offer ──► consumer: take a slot, join if the id is new,
               join if the id is new                    post the receives, scatters behind them
               post the sends           ◄── Clear ─     (after the first receive is posted)
-              wait, free the slot                      wait, free the slot
+              later: free the slot                     later: free the slot
+
+Neither end waits for the bytes before it goes on: the next sequence begins while they move, as far
+as there are slots. Both ends post in the order of the offers, so NCCL pairs the same operations.
 
 Rules (docs/kv_transfer.md says which failure of vLLM's NCCL connector each one answers):
 
@@ -16,7 +19,7 @@ Rules (docs/kv_transfer.md says which failure of vLLM's NCCL connector each one 
   blocks that the model's own collectives need.
 * NCCL has no deadlines, so each of our waits has one, and checks the link while it polls. At a
   deadline, an error, or the end of the link, the communicator is aborted and the link closed; the
-  router retries the request. The slot is free again when the GPU is idle, else it is lost. A
+  router retries the requests. The slots are free again when the GPU is idle, else lost. A
   consumer's blocks are released only when the GPU is idle.
 * All waits poll. The threads of a link make its NCCL calls, so a slow abort blocks no other link.
 * Communicators hold memory outside the KV cache, within a budget. Above it, the least recently used

@@ -17,6 +17,7 @@ from kv_transfer.transport.tcp import TcpProducer
 
 if TYPE_CHECKING:
     from kv_transfer.cache.geometry import PagePart
+    from kv_transfer.cache.host_memory import BlockCopy
     from kv_transfer.protocol.messages import ChunkReady
 
 _ORDERS = Path(os.environ["PDSERVE_TEST_CORRUPT_KV"])
@@ -34,11 +35,11 @@ def _held(
     chunk: ChunkReady,
     block_ids: list[int],
     part: PagePart,
-) -> None:
+) -> BlockCopy:
     while _order() == "stall":
         _STALLED.touch()
         time.sleep(0.01)
-    _sends[type(self)](self, chunk, block_ids, part)  # type: ignore[arg-type]
+    return _sends[type(self)](self, chunk, block_ids, part)  # type: ignore[arg-type]
 
 
 _progress = Producer.progress

@@ -36,6 +36,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.plan import CopyPlan, Shard
 from kv_transfer.protocol.producer import Producer, Release, SendChunk
+from kv_transfer.settings import MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
     from kv_transfer.protocol.producer import Action
@@ -63,7 +64,7 @@ class SimLink:
     to_producer: deque[KvMessage] = field(default_factory=deque)
     to_consumer: deque[tuple[KvMessage, list[Content]]] = field(default_factory=deque)
     queue: deque[KvMessage | SendChunk[SimLink]] = field(default_factory=deque)
-    copying: SendChunk[SimLink] | None = None
+    copying: deque[SendChunk[SimLink]] = field(default_factory=deque)
     producer_up: bool = True
     consumer_up: bool = True
     damages: int = 0  # so many of the next chunks arrive damaged
@@ -159,7 +160,7 @@ class World(RuleBasedStateMachine):
         assert request.held, "a release of blocks that nobody held"
         request.released += 1
         assert request.released == 1, "released twice"
-        copying = [link.copying for link in self.links if link.copying is not None]
+        copying = [chunk for link in self.links for chunk in link.copying]
         assert all(chunk.transfer_id != request.tid for chunk in copying), "released under a copy"
         self.overwrite(request)
 
@@ -189,8 +190,7 @@ class World(RuleBasedStateMachine):
 
     def end_copy(self, link: SimLink, *, copied: bool) -> None:
         """Write a message, with its payload unless it is pulled."""
-        chunk, link.copying = link.copying, None
-        assert chunk is not None
+        chunk = link.copying.popleft()
         contents = [self.source.get(block, GARBAGE) for block in chunk.block_ids]
         if copied and link.producer_up:
             message = ChunkReady(
@@ -251,7 +251,8 @@ class World(RuleBasedStateMachine):
         request = self.pick(data, self.where(prefill="running"))
         self.producer.preempt(request.tid)
         for link in self.producer.copying(request.tid):  # the step waits for them
-            self.end_copy(link, copied=True)
+            while link.copying:
+                self.end_copy(link, copied=True)
         assert not self.producer.copying(request.tid)
         self.overwrite(request)
         request.source_tables = [self.blocks(len(table)) for table in request.source_tables]
@@ -310,20 +311,24 @@ class World(RuleBasedStateMachine):
 
     # -- the threads of the links
 
-    @rule(data=st.data(), copied=st.booleans())
+    @rule(data=st.data(), copied=st.booleans(), ahead=st.booleans())
     @precondition(lambda self: self.links)
-    def write(self, data: Any, copied: bool) -> None:
-        self.write_next(data.draw(st.sampled_from(self.links)), copied or data.draw(st.booleans()))
+    def write(self, data: Any, copied: bool, ahead: bool) -> None:
+        link = data.draw(st.sampled_from(self.links))
+        self.write_next(link, copied or data.draw(st.booleans()), ahead)
 
-    def write_next(self, link: SimLink, copied: bool = True) -> None:
-        """Let the writer take its next item or end its copy."""
-        if link.copying is not None:
+    def write_next(self, link: SimLink, copied: bool = True, ahead: bool = False) -> None:
+        """Let the writer take its next item or end its oldest copy. `ahead`: it takes the item
+        although a copy goes on."""
+        if link.copying and not (ahead and link.queue and len(link.copying) < MAX_IN_FLIGHT):
             self.end_copy(link, copied=copied)
         elif link.queue:
             item = link.queue.popleft()
             if isinstance(item, SendChunk):
                 if self.producer.begin_copy(item):
-                    link.copying = item
+                    link.copying.append(item)
+                    if ahead:
+                        self.do_producer(self.producer.next_chunk(item, self.now))
             else:
                 link.to_consumer.append((item, []))
 
@@ -422,7 +427,7 @@ class World(RuleBasedStateMachine):
         for link in self.links:
             if link.producer_up:
                 self.producer_down(link)
-            if link.copying is not None:
+            while link.copying:
                 self.end_copy(link, copied=False)
             if link.consumer_up:
                 self.consumer_down(link)

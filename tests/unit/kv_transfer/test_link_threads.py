@@ -14,10 +14,11 @@ from kv_transfer.cache.host_memory import DIGEST_BYTES
 from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.consumer import Consumer, Received, ReceiveFailed
 from kv_transfer.protocol.driver import TransferCounters
-from kv_transfer.protocol.link_threads import MAX_IN_FLIGHT, _digest, _Receiving
+from kv_transfer.protocol.link_threads import _digest, _Receiving
 from kv_transfer.protocol.messages import ChunkReady, GroupBlocks, Subscribe, TransferDone
 from kv_transfer.protocol.plan import CopyPlan, Shard
 from kv_transfer.protocol.producer import Producer
+from kv_transfer.settings import MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -122,6 +123,37 @@ def test_chunks_are_in_flight_together_and_end_in_order(driver: Driver) -> None:
     (outcome,) = driver.consumer.take_outcomes()
     assert isinstance(outcome, Received)
     assert outcome.report.blocks == BLOCKS
+
+
+class Input:
+    """A link from whose producer nothing comes before the copies have ended."""
+
+    def __init__(self, channel: Channel, *, is_pull: bool) -> None:
+        self.consumer, self.is_pull, self.channel = self, is_pull, channel
+
+    def has_input(self, wait_s: float) -> bool:
+        assert (wait_s == 0) == self.is_pull
+        ended = [copy.number for copy in self.channel.copies if copy.has_ended]
+        if not self.is_pull:
+            assert self.channel.waits == ended  # only those are waited for
+        for copy in self.channel.copies[: len(ended) + 1]:
+            copy.has_ended = True
+        return False
+
+
+@pytest.mark.parametrize("is_pull", [True, False])
+def test_chunks_end_while_nothing_is_to_be_read(driver: Driver, is_pull: bool) -> None:
+    channel = Channel()
+    receiving = _Receiving(Input(channel, is_pull=is_pull), driver)  # type: ignore[arg-type]
+    driver.consumer = Consumer(10.0)
+    part = PagePart(0, 0, 0, PAGE, 0, 0, 1)
+    blocks = GroupBlocks(0, 0, [0, 1, 2], [0, 1, 0], [0, 1, 0])
+    link: Any = receiving._link
+    driver.consumer.subscribe("r", [(link, Subscribe("t", 3, [blocks], 1), [part])], 0.0)
+    begin(receiving, channel, 0, 1, 2)
+    assert channel.waits == []
+    receiving.finish_until_input()
+    assert channel.waits == [0, 1, 2]
 
 
 def test_a_chunk_that_is_sent_again_replaces_the_one_in_flight(driver: Driver) -> None:

@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,8 @@ from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kv_transfer.cache.host_memory import BlockCopy
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 12, 2, 4, 8
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT
@@ -58,6 +61,7 @@ class Pair:
         self.producer, self.consumer = producer, consumer
         self.received: queue.Queue[BaseException | None] = queue.Queue()
         self.ids: list[int] | None = []
+        self.begun = 0  # chunks that the consumer has begun to receive
         self.threads = [
             threading.Thread(target=self._read_producer, daemon=True),
             threading.Thread(target=self._read_consumer, daemon=True),
@@ -74,26 +78,46 @@ class Pair:
         self.links[0].close()
 
     def _read_consumer(self) -> None:
+        copies: deque[BlockCopy] = deque()
         try:
             while True:
+                while copies and not self.links[1].has_input(0.001):
+                    self._end(copies)
                 message = self.links[1].read()
                 if isinstance(message, ChunkReady):
                     part = None if self.ids is None else WHOLE
-                    self.consumer.receive(message, self.ids, part)
-                    self.received.put(None)
+                    copies.append(self.consumer.receive(message, self.ids, part))
+                    self.begun += 1
                 else:
                     assert isinstance(message, Inner)
                     self.consumer.on_inner(message.body)
         except (KvTransferError, OSError) as error:
+            for copy in copies:  # none of them goes on
+                with suppress(KvTransferError):
+                    copy.wait()
             self.received.put(error)
         self.links[1].close()
 
-    def push(self, source: list[int] = FROM, target: list[int] | None = TO) -> None:
-        """Push, and close the producer's end if that fails."""
+    def _end(self, copies: deque[BlockCopy]) -> None:
+        while copies and copies[0].has_ended:
+            copies.popleft().wait()
+            self.received.put(None)
+
+    def begin(self, source: list[int] = FROM, target: list[int] | None = TO) -> BlockCopy:
+        """Begin to push, and close the producer's end if that fails."""
         self.ids = target
         try:
             size = len(source) * BLOCK_BYTES
-            self.producer.send(ChunkReady("t", 0, len(source), size), source, WHOLE)
+            return self.producer.send(ChunkReady("t", 0, len(source), size), source, WHOLE)
+        except BaseException:
+            self.links[0].close()
+            raise
+
+    def push(self, source: list[int] = FROM, target: list[int] | None = TO) -> None:
+        """Push, and close the producer's end if that fails."""
+        copy = self.begin(source, target)
+        try:
+            copy.wait()
         except BaseException:
             self.links[0].close()
             raise
@@ -377,13 +401,84 @@ def test_an_end_that_dies_in_mid_chunk_is_aborted_at_once(world: World, end: int
 
     pushing = threading.Thread(target=push, daemon=True)
     pushing.start()
-    until(lambda: world.fabric.posts == [1, 0])
+    until(lambda: world.fabric.posts == [1, 0, 1, 0])  # as many as there are slots
     pair.links[end].close()
     pushing.join(WAIT_S)
     assert failed
     assert pair.received.get(timeout=WAIT_S) is not None
     assert not world.nccls[0].live
     assert not world.nccls[1].live
+    assert world.slots(world.producer) == world.slots(world.consumer) == [(2, 0)]
+
+
+def test_chunks_are_in_flight_together_and_the_next_is_posted_before_the_last_has_ended(
+    world: World,
+) -> None:
+    pair = world.pair()
+    pair.move(FROM[:2], TO[:2])
+    del world.fabric.posts[:]
+    world.fabric.is_held = True
+    first = pair.begin(FROM[2:4], TO[2:4])
+    until(lambda: pair.begun == 2)
+    second = pair.begin(FROM[4:], TO[4:])
+    assert world.fabric.posts == [1, 0, 1, 0]
+    assert not first.has_ended
+    assert not second.has_ended
+    assert pair.received.empty()
+    world.fabric.is_held = False
+    for copy in (first, second):
+        copy.wait()
+        assert pair.received.get(timeout=WAIT_S) is None
+    assert world.is_exact()
+    assert world.slots(world.producer) == world.slots(world.consumer) == [(2, 0)]
+
+
+def test_an_error_ends_all_chunks_in_flight(world: World) -> None:
+    pair = world.pair()
+    pair.move(FROM[:2], TO[:2])
+    world.fabric.is_held = True
+    first = pair.begin(FROM[2:4], TO[2:4])
+    until(lambda: pair.begun == 2)
+    second = pair.begin(FROM[4:], TO[4:])
+    world.fabric.error = Result.REMOTE_ERROR
+    for copy in (first, second):
+        with pytest.raises(KvTransferError, match="REMOTE_ERROR"):
+            copy.wait()
+    received = pair.received.get(timeout=WAIT_S)
+    assert received is not None
+    assert "REMOTE_ERROR" in str(received)
+    assert world.producer.usage().totals["nccl_aborted"] == 1
+    assert world.slots(world.producer) == world.slots(world.consumer) == [(2, 0)]
+
+
+def test_who_waits_for_an_offer_frees_the_slots_of_what_has_arrived(world: World) -> None:
+    """The producer may wait for a slot that another link holds as long as we hold ours."""
+    pair = world.pair()
+    world.fabric.is_held = True
+    copy = pair.begin(FROM[:2], TO[:2])
+    until(lambda: pair.begun == 1)
+    pair.links[0].write(ChunkReady("t", 0, 1, BLOCK_BYTES))  # and no offer behind it
+    until(lambda: not pair.links[1].has_input())
+    assert world.slots(world.consumer) == [(1, 0)]
+    world.fabric.is_held = False
+    copy.wait()
+    until(lambda: world.slots(world.consumer) == [(2, 0)])
+
+
+def test_a_communicator_is_not_freed_while_chunks_are_in_flight(world: World) -> None:
+    pair = world.pair()
+    pair.move(FROM[:2], TO[:2])
+    world.fabric.is_held = True
+    copy = pair.begin(FROM[:2], TO[:2])
+    until(lambda: pair.begun == 2)
+    for end in (pair.producer, pair.consumer):
+        assert not end.communicator.in_use.acquire(blocking=False)
+    world.fabric.is_held = False
+    copy.wait()
+    assert pair.received.get(timeout=WAIT_S) is None
+    for end in (pair.producer, pair.consumer):
+        assert end.communicator.in_use.acquire(blocking=False)
+        end.communicator.in_use.release()
 
 
 def test_a_gpu_that_does_not_come_to_rest_costs_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:

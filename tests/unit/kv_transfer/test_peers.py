@@ -23,7 +23,7 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.peers import Peers
 from kv_transfer.protocol.plan import CopyPlan, Shard
 from kv_transfer.protocol.transport import LocalKv
-from kv_transfer.settings import ConnectorConfig
+from kv_transfer.settings import MAX_IN_FLIGHT, ConnectorConfig
 from kv_transfer.transport.mapped import MappedProducer
 from kv_transfer.transport.tcp import TcpProducer
 from pdserve.errors import TransferCorrupted
@@ -59,11 +59,11 @@ class Damage:
             monkeypatch.setattr(producer, "send", self._send(producer.send))
 
     def _send(self, real: Any) -> Any:
-        def send(channel: Any, chunk: ChunkReady, block_ids: list[int], part: Any) -> None:
+        def send(channel: Any, chunk: ChunkReady, block_ids: list[int], part: Any) -> Any:
             if self.left:
                 self.left -= 1
                 block_ids = [0, *block_ids[1:]]
-            real(channel, chunk, block_ids, part)
+            return real(channel, chunk, block_ids, part)
 
         return send
 
@@ -247,10 +247,10 @@ def test_preempted_blocks_are_waited_for(
     inside = threading.Event()
     real = TcpProducer.send
 
-    def slow(self: TcpProducer, *chunk: Any) -> None:
+    def slow(self: TcpProducer, *chunk: Any) -> Any:
         inside.set()
         until(lambda: all(link.is_down for link in source.links))
-        real(self, *chunk)
+        return real(self, *chunk)
 
     monkeypatch.setattr(TcpProducer, "send", slow)
     target.start(source, "t", TO, N)
@@ -260,6 +260,71 @@ def test_preempted_blocks_are_waited_for(
     source.step(preempted=["t"])
     until(lambda: target.ended, target, source)
     assert target.failed == ["d-t"]
+
+
+class Held:
+    """A chunk that is being sent until the test lets go."""
+
+    has_ended = False
+
+    def __init__(self, let_go: threading.Event, error: Exception | None = None) -> None:
+        self._let_go, self._error = let_go, error
+
+    def wait(self) -> bytes:
+        assert self._let_go.wait(WAIT_S)
+        if self._error is not None:
+            raise self._error
+        return b""
+
+
+def hold_sends(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+) -> tuple[list[int], threading.Event]:
+    """Return the first blocks of the chunks that are begun, and what lets them end."""
+    begun: list[int] = []
+    let_go = threading.Event()
+    real = TcpProducer.send
+
+    def send(self: TcpProducer, chunk: ChunkReady, block_ids: list[int], part: Any) -> Held:
+        real(self, chunk, block_ids, part)
+        begun.append(chunk.first)
+        return Held(let_go, error)
+
+    monkeypatch.setattr(TcpProducer, "send", send)
+    return begun, let_go
+
+
+def test_chunks_are_sent_together_and_the_transfer_ends_with_the_last(
+    tcp_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, let_go = hold_sends(monkeypatch)
+    source, target = tcp_workers.pair(chunk_bytes=geometry().block_bytes)
+    before = target.cache.blocks()
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    until(lambda: len(begun) == min(MAX_IN_FLIGHT, len(FROM)), target, source)
+    assert begun == list(range(len(begun)))
+    assert source.look().totals["pushed_blocks"] == 0
+    let_go.set()
+    settle(source, target)
+    check_exact(source, target, before)
+    assert begun == list(range(len(FROM)))
+    assert source.look().totals["pushed_blocks"] == len(FROM)
+
+
+def test_a_link_that_fails_ends_all_that_it_sends(
+    tcp_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine gets its blocks back."""
+    begun, let_go = hold_sends(monkeypatch, ConnectionAbortedError("the link breaks"))
+    source, target = tcp_workers.pair(chunk_bytes=geometry().block_bytes)
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    until(lambda: len(begun) == min(MAX_IN_FLIGHT, len(FROM)), target, source)
+    let_go.set()
+    until(lambda: target.ended and source.is_empty, target, source)
+    assert target.failed == ["d-t"]
+    assert source.look().totals["pushed_blocks"] == 0
 
 
 def test_preparations_of_a_transport_precede_the_first_chunk(
@@ -273,7 +338,7 @@ def test_preparations_of_a_transport_precede_the_first_chunk(
         monkeypatch.setattr(
             producer,
             "send",
-            lambda *args, send=send: (done.append("send"), send(*args)),  # type: ignore[misc]
+            lambda *args, send=send: (done.append("send"), send(*args))[1],  # type: ignore[misc]
         )
     source, target = kv_workers.pair()
     target.start(source, "t", TO, N)
