@@ -238,10 +238,11 @@ class Driver:
             size = region.size_bytes(len(chunk.block_ids))
             message = ChunkReady(chunk.transfer_id, chunk.first, len(chunk.block_ids), size)
             copy = channel.send(message, chunk.block_ids, chunk.part)
+            has_ended = not link.sending and copy.has_ended
         except BaseException:
             self._record_send(chunk, begun, 0)
             raise
-        if copy.has_ended and not link.sending:
+        if has_ended:
             self._record_send(chunk, begun, size)
             return
         link.sending.append(Sending(chunk, copy, begun, size))

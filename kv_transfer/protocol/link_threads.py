@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from kv_transfer.cache.host_memory import EndedCopy
-from kv_transfer.errors import ProtocolError
+from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.messages import ChunkReady, Inner
 from kv_transfer.protocol.transport import source_of, target_of
 from kv_transfer.settings import MAX_IN_FLIGHT
@@ -160,6 +160,8 @@ class _Receiving:
         while self._chunks:
             try:
                 self._finish_one()
+            except (OSError, KvTransferError) as error:
+                logger.warning("a copy of KV failed: %s", error)
             except Exception:
                 logger.exception("a copy of KV failed")
 

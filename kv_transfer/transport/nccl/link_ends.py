@@ -205,7 +205,11 @@ class _LinkEnd:
         self.communicator.check()
 
     def _wait(self, runs: Sequence[_Run]) -> None:
-        until(lambda: all(run.is_over for run in runs), math.inf, "", self._check)
+        def are_over() -> bool:
+            self._end_runs()
+            return all(run.is_over for run in runs)
+
+        until(are_over, math.inf, "", self.communicator.check)
 
     def _settle(self, run: _Run | None = None) -> None:
         """Wait for all runs but this one, which is not posted. The communicator may be closed
