@@ -11,7 +11,7 @@ from pdserve.errors import ErrorInfo as ErrorInfo  # part of this vocabulary
 from pdserve.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 
 class Role(StrEnum):
@@ -378,7 +378,7 @@ class GenerateRequest:
 
     request_id: str
     model: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     deadline: float | None = None
     priority: int = 0

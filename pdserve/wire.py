@@ -11,6 +11,7 @@ from google.protobuf.json_format import MessageToDict
 
 from pdserve import types as t
 from pdserve.errors import ErrorInfo, InvalidRequest, PdserveError
+from pdserve.model.token_ids import TokenIds
 from pdserve.observe.step_costs import Moments, StepMoments
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
@@ -55,6 +56,21 @@ def check_drain_timeout(seconds: float, *, field: str) -> None:
     """Raise InvalidRequest unless a drain may take this time: 0 to a day."""
     if not 0 <= seconds <= _MAX_DRAIN_S:  # NaN too
         raise InvalidRequest(f"{field} must be between 0 and {_MAX_DRAIN_S:g}", field=field)
+
+
+def prompt_command(token_ids: Sequence[int]) -> bytes:
+    """Return the bytes of a submit command that has only a prompt. Behind the bytes of another
+    submit command they give it this prompt: protobuf merges the two."""
+    if not isinstance(token_ids, TokenIds):
+        return w.Command(submit=w.Submit(prompt_token_ids=token_ids)).SerializeToString()
+    prompt = _field(w.Submit.PROMPT_TOKEN_IDS_FIELD_NUMBER, token_ids.varints)
+    return _field(w.Command.SUBMIT_FIELD_NUMBER, prompt)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Return a protobuf field of bytes."""
+    begin = TokenIds.of((number << 3 | 2, len(content)))
+    return begin.varints + content
 
 
 def finish_to_pb(reason: t.FinishReason | None) -> c.FinishReason:

@@ -90,7 +90,7 @@ def work_from_pb(submit: w.Submit, stream_id: int, role: Role) -> Work:
     return Work(
         stream_id=stream_id,
         request_id=_present("request_id", submit.request_id),
-        prompt_token_ids=tuple(submit.prompt_token_ids),
+        prompt_token_ids=tuple(submit.prompt_token_ids[:]),  # a list first: that is faster
         sampling=wire.sampling_from_pb(submit.sampling, default_max_tokens=max_tokens),
         phase=phase,
         resume_token_ids=tuple(submit.resume_token_ids),

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
+from pdserve.model.token_ids import pack as pack_ids
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -65,7 +67,7 @@ def chain(
     if not count:
         return []
     size = 4 * block_size
-    data = memoryview(struct.pack(f"<{count * block_size}I", *token_ids[: count * block_size]))
+    data = pack_ids(token_ids, count * block_size)
     hashes = []
     for index, start in enumerate(range(0, count * size, size)):
         content: memoryview | bytes = data[start : start + size]

@@ -13,22 +13,22 @@ from hashlib import blake2b
 from threading import Lock
 from typing import TYPE_CHECKING
 
-import numpy as np
+from pdserve.model.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 # 160 bits of a cryptographic hash: nobody can make two texts that are taken for one another.
 _DIGEST_BYTES = 20
-# Of a part beside its token ids: the digest, and what Python keeps for each of both.
-_ENTRY_BYTES = 240
+# Of a part beside its token ids: the digest, and what Python keeps for each object.
+_ENTRY_BYTES = 330
 
 
 @dataclass(slots=True)
 class _Kept:
-    """Token ids (32 bits each) of one tenant's parts, the least recently used first."""
+    """Token ids of one tenant's parts, the least recently used first."""
 
-    parts: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
+    parts: OrderedDict[bytes, TokenIds] = field(default_factory=OrderedDict)
     size: int = 0
 
 
@@ -55,7 +55,7 @@ class TokenCache:
         """Return the parts of a tenant's requests with this cache salt."""
         return CachedParts(self, tenant, salt)
 
-    def find(self, tenant: str, digests: Sequence[bytes]) -> list[bytes | None]:
+    def find(self, tenant: str, digests: Sequence[bytes]) -> list[TokenIds | None]:
         with self._lock:
             kept = self._tenants.get(tenant)
             if kept is None:
@@ -66,24 +66,28 @@ class TokenCache:
                     kept.parts.move_to_end(digest)
             return found
 
-    def add(self, tenant: str, parts: dict[bytes, bytes]) -> None:
+    def add(self, tenant: str, parts: dict[bytes, TokenIds]) -> None:
         with self._lock:
             kept = self._tenants.setdefault(tenant, _Kept())
             for digest, tokens in parts.items():
                 if digest not in kept.parts:
                     kept.parts[digest] = tokens
-                    kept.size += len(tokens) + _ENTRY_BYTES
-                    self._size += len(tokens) + _ENTRY_BYTES
+                    kept.size += _bytes_of(tokens)
+                    self._size += _bytes_of(tokens)
             while self._size > self._most:
                 self._drop_one()
 
     def _drop_one(self) -> None:
         name, kept = max(self._tenants.items(), key=lambda x: x[1].size)
         _, tokens = kept.parts.popitem(last=False)
-        kept.size -= len(tokens) + _ENTRY_BYTES
-        self._size -= len(tokens) + _ENTRY_BYTES
+        kept.size -= _bytes_of(tokens)
+        self._size -= _bytes_of(tokens)
         if not kept.parts:
             del self._tenants[name]
+
+
+def _bytes_of(tokens: TokenIds) -> int:
+    return len(tokens.packed) + len(tokens.varints) + _ENTRY_BYTES
 
 
 class CachedParts:
@@ -98,7 +102,7 @@ class CachedParts:
         tokenizer: bytes,
         parts: Sequence[str],
         encode: Callable[[list[str]], Sequence[Sequence[int]]],
-    ) -> tuple[int, ...]:
+    ) -> TokenIds:
         """Return the token ids of all parts. `tokenizer`: at most 64 bytes that identify it.
         `encode` returns the token ids of those that are not cached."""
         salted = blake2b(self._salt, digest_size=_DIGEST_BYTES, key=tokenizer)
@@ -112,8 +116,7 @@ class CachedParts:
         new = {x: part for x, part in zip(digests, parts, strict=True) if known[x] is None}
         if new:
             made = encode(list(new.values()))
-            packed = {x: np.array(y, "<u4").tobytes() for x, y in zip(new, made, strict=True)}
-            self._cache.add(self._tenant, packed)
-            known |= packed
-        tokens = b"".join([known[digest] or b"" for digest in digests])
-        return tuple(np.frombuffer(tokens, "<u4").tolist())
+            added = {x: TokenIds.of(y) for x, y in zip(new, made, strict=True)}
+            self._cache.add(self._tenant, added)
+            known |= added
+        return TokenIds.joined(x for digest in digests if (x := known[digest]) is not None)

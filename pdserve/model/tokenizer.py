@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from pdserve.errors import ConfigError, InvalidRequest, UnsupportedField
 from pdserve.model.chat_template import ChatTemplate, ParserNames
+from pdserve.model.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -214,16 +215,15 @@ class Tokenizer:
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parts: CachedParts | None = None
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         """Return the token ids of `text`, those of its parts from `parts` as far as that has them.
         Raises InvalidRequest if it has a lone surrogate."""
         _check_unicode(text)
         around = self._around if add_special_tokens else ((), ())
         if parts is not None and around is not None and len(text) >= LEAST_CACHED:
-            before, after = around
-            return (
-                before + parts.encode(self._id, self._cuts.parts(text), self._encode_each) + after
-            )
+            tokens = parts.encode(self._id, self._cuts.parts(text), self._encode_each)
+            before, after = map(TokenIds.of, around)
+            return TokenIds.joined((before, tokens, after))
         # The batch call computes no offsets, and releases the GIL.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
@@ -288,7 +288,7 @@ class Tokenizer:
         *,
         add_special_tokens: bool = False,
         parts: CachedParts | None = None,
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         """Return the token ids of the conversation, up to the start of the answer. `parts`: as for
         `encode`."""
         text = self.render_chat(chat)
@@ -319,13 +319,13 @@ class MistralTokenizer(Tokenizer):
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parts: CachedParts | None = None
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         _check_unicode(text)
         tokenizer = self._mistral.instruct_tokenizer.tokenizer
         return tuple(tokenizer.encode(text, bos=add_special_tokens, eos=False))
 
     def encode_within(self, texts: Sequence[str], most: int) -> tuple[tuple[int, ...], int]:
-        return self.encode(texts[0])[:most], 0
+        return tuple(self.encode(texts[0])[:most]), 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
         from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
@@ -339,7 +339,7 @@ class MistralTokenizer(Tokenizer):
         *,
         add_special_tokens: bool = False,
         parts: CachedParts | None = None,
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         from mistral_common.exceptions import MistralCommonException
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 

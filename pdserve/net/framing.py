@@ -27,9 +27,10 @@ _LENGTH = struct.Struct(">I")
 M = TypeVar("M", bound=Message)
 
 
-def pack(message: Message) -> bytes:
-    """Return the bytes of one frame. Raises ValueError above MAX_FRAME_BYTES."""
-    body = message.SerializeToString()
+def pack(message: Message, more: bytes = b"") -> bytes:
+    """Return the bytes of one frame. `more`: bytes of a message that the reader merges into
+    `message`. Raises ValueError above MAX_FRAME_BYTES."""
+    body = message.SerializeToString() + more
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body

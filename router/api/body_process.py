@@ -16,10 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from pdserve.errors import ErrorInfo, InvalidRequest, Overloaded, from_info
+from pdserve.model.token_ids import TokenIds
 from router.api.dialects.fields import Names, read
 from router.api.preprocess import NoTokenizer
 from router.operations.rendering import ImagePrompt  # noqa: TC001 - msgspec reads it
@@ -70,13 +70,13 @@ class Job(Struct):
 
 class Done(Struct):
     """Result of a job. `body`: the body without its prompts, or the whole response of an endpoint
-    that only tokenises. `tokens`: 32-bit token ids of each prompt. `images`: a prompt with images,
-    in place of its tokens. `second_at`, `order`: as in embeddings.Inputs. `items`: JSON of the
-    items of a Responses request. `wants_tokenizer`: the body has text, and the process has no
+    that only tokenises. `tokens`: arguments of the TokenIds of each prompt. `images`: a prompt with
+    images, in place of its tokens. `second_at`, `order`: as in embeddings.Inputs. `items`: JSON of
+    the items of a Responses request. `wants_tokenizer`: the body has text, and the process has no
     tokenizer of its model: send the files."""
 
     body: bytes = b""
-    tokens: list[bytes] = []
+    tokens: list[tuple[bytes, bytes]] = []
     images: ImagePrompt | None = None
     second_at: list[int] = []
     order: list[int] = []
@@ -85,9 +85,9 @@ class Done(Struct):
     wants_tokenizer: bool = False
 
 
-def unpack(done: Done) -> list[tuple[int, ...]]:
+def unpack(done: Done) -> list[TokenIds]:
     """Return the token ids of each prompt."""
-    return [tuple(np.frombuffer(x, "<u4").tolist()) for x in done.tokens]
+    return [TokenIds(*x) for x in done.tokens]
 
 
 def put_prompts(parsed: Sequence[ParsedRequest], done: Done) -> None:

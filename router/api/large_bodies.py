@@ -16,13 +16,13 @@ import os
 import resource
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from pdserve.errors import ErrorInfo, InternalError, InvalidRequest, PdserveError
 from pdserve.model.token_cache import TokenCache
+from pdserve.model.token_ids import TokenIds
 from pdserve.model.tokenizer import Conversation, Tokenizer
 from pdserve.types import ModelInfo
 from pdserve.v1 import generation_pb2 as g
@@ -40,6 +40,9 @@ from router.api.preprocess import (
     prompt_with_images,
 )
 from router.api.route_table import ROUTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +108,9 @@ def _prompts(
     return Done(tokens=[_pack(prompt_tokens(one, tokenizer, model, parts)) for one in parsed])
 
 
-def _pack(tokens: tuple[int, ...]) -> bytes:
-    return np.array(tokens, "<u4").tobytes()
+def _pack(tokens: Sequence[int]) -> tuple[bytes, bytes]:
+    found = TokenIds.of(tokens)
+    return found.packed, found.varints
 
 
 class _Reader:
@@ -137,6 +141,7 @@ class _Reader:
     def _tokenizer(self, job: Job) -> Tokenizer | None:
         if job.files and job.tokenizer not in self._tokenizers:
             self._tokenizers[job.tokenizer] = Tokenizer.load(job.files)
+            gc.freeze()  # it stays, so no collection need look at it
         return self._tokenizers.get(job.tokenizer)
 
 

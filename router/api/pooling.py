@@ -25,7 +25,7 @@ from router.api.handling import TENANT, AnsweredLine, read_body, request_id_of
 from router.api.preprocess import Origin, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -149,7 +149,7 @@ class PoolingApi:
             _AT_ONCE if origin.service_class is ServiceClass.INTERACTIVE else 1
         )
 
-        async def embed(index: int, tokens: tuple[int, ...], second_at: int) -> T:
+        async def embed(index: int, tokens: Sequence[int], second_at: int) -> T:
             request = self._preprocessor.embedding_request(tokens, second_at, model, origin, index)
             async with places:
                 # Shaped one by one: shaping all at the end would delay other streams.

@@ -22,6 +22,7 @@ from pdserve.errors import (
     UnsupportedField,
 )
 from pdserve.model.token_cache import TokenCache
+from pdserve.model.token_ids import TokenIds
 from pdserve.model.tokenizer import Conversation, TextPair
 from pdserve.types import Constraint, GenerateRequest, Parsing, SamplingParams, ServiceClass
 from router.api.images import image_prompt
@@ -92,7 +93,7 @@ class ParsedRequest:
     echo: bool = False
     only_prompt: bool = False  # echo the prompt and generate nothing
     prompts: int = 1  # number of prompts in the client's request
-    tokens: tuple[int, ...] | None = None  # of the prompt, if already tokenised and checked
+    tokens: Sequence[int] | None = None  # of the prompt, if already tokenised and checked
     images: ImagePrompt | None = None  # the prompt, if it has images and is already checked
     # Fields of vLLM's chat request that control how the answer is parsed: tool_choice, ...
     parsing_options: Mapping[str, Any] = field(default_factory=dict)
@@ -286,7 +287,7 @@ class Preprocessor:
 
     def embedding_request(
         self,
-        tokens: tuple[int, ...],
+        tokens: Sequence[int],
         second_text_at: int,
         model: ModelInfo,
         origin: Origin,
@@ -344,7 +345,7 @@ class Preprocessor:
 
     async def _tokenise(
         self, parsed: ParsedRequest, model: ModelInfo, tenant: str
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         """Return the prompt's token ids."""
         prompt, field = parsed.prompt, parsed.prompt_field
         if isinstance(prompt, tuple):
@@ -433,11 +434,11 @@ def prompt_with_images(
 
 def prompt_tokens(
     parsed: ParsedRequest, tokenizer: Tokenizer | None, model: ModelInfo, parts: CachedParts
-) -> tuple[int, ...]:
+) -> Sequence[int]:
     """Return the token ids of a prompt. Raises InvalidRequest naming its field."""
     prompt, field = parsed.prompt, parsed.prompt_field
     if isinstance(prompt, tuple):
-        tokens = prompt
+        tokens: Sequence[int] = prompt
     elif tokenizer is None:
         raise NoTokenizer(model)
     else:
@@ -456,7 +457,7 @@ def encode_prompt(
     add_special_tokens: bool | None = None,
     *,
     field: str,
-) -> tuple[int, ...]:
+) -> Sequence[int]:
     """Render a prompt and return its token ids. Raises InvalidRequest naming `field`; a prompt that
     cannot fit is refused before it is rendered."""
     _check_length(prompt, tokenizer, model, field=field)
@@ -486,7 +487,7 @@ def _encode(
     parts: CachedParts | None,
     *,
     field: str,
-) -> tuple[int, ...]:
+) -> Sequence[int]:
     given = {"add_special_tokens": add_special_tokens, "parts": parts}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
@@ -523,7 +524,7 @@ def embedding_tokens(
     else:
         if truncation is None:  # a text that is truncated may have any length
             _check_length(prompt, tokenizer, model, field=field)
-        tokens = _encode(prompt, tokenizer, None, None, field=field)
+        tokens = tuple(_encode(prompt, tokenizer, None, None, field=field))
     if truncation is not None:
         tokens, second_at = truncation(tokens, second_at)
     check_ids(tokens, model, field=field)
@@ -567,6 +568,8 @@ def _with_defaults(parsed: ParsedRequest, defaults: Mapping[str, float]) -> Samp
 
 
 def check_ids(token_ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
+    if isinstance(token_ids, TokenIds) and token_ids.largest < model.vocab_size:
+        return
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
         wrong = next(x for x in token_ids if not 0 <= x < model.vocab_size)
         raise InvalidRequest(

@@ -164,17 +164,21 @@ class WorkerConnection:
         self._task = asyncio.create_task(self._run(), name=f"worker-{self._member.worker_id}")
 
     def submit(
-        self, command: w.Command, receiver: StreamReceiver[S_contra], stream: S_contra
+        self,
+        command: w.Command,
+        receiver: StreamReceiver[S_contra],
+        stream: S_contra,
+        prompt: bytes = b"",
     ) -> int:
         """Send a submit command under a new stream id and return the id. `receiver` gets the deltas
-        of `stream`.
+        of `stream`. `prompt`: the request's, of `wire.prompt_command`.
 
         Raises WorkerFailed if the connection is down, Overloaded if the worker does not read.
         """
         # Never reused, so that late deltas of a cancelled stream meet no other request.
         self._last_stream_id += 1
         command.submit.stream_id = self._last_stream_id
-        self._send(command)
+        self._send(command, prompt)
         self._streams[self._last_stream_id] = receiver, stream
         return self._last_stream_id
 
@@ -242,14 +246,14 @@ class WorkerConnection:
         self._detach(WorkerFailed(reason))
         return self._task
 
-    def _send(self, command: w.Command) -> None:
+    def _send(self, command: w.Command, prompt: bytes = b"") -> None:
         if self._session is None:
             raise WorkerFailed(f"worker {self._member.worker_id} is not attached")
         # One command with images may be larger than the limit.
         limit = self._limits.max_unsent_bytes + self._session.largest_sent
         if self._session.unsent_bytes > limit:
             raise Overloaded(f"worker {self._member.worker_id} does not read its commands")
-        self._session.send(command)
+        self._session.send(command, prompt)
 
     def _attach(self) -> None:
         # A lost worker stays lost: its connection is about to be closed.
@@ -413,10 +417,10 @@ class _Session(asyncio.Protocol):
         self.is_welcome = True
         _settle(self.welcomed, None)
 
-    def send(self, command: w.Command) -> None:
-        """Send a command. All commands of one event loop iteration go out in one write, because a
-        write costs a system call."""
-        self._outgoing.append(framing.pack(command))
+    def send(self, command: w.Command, prompt: bytes = b"") -> None:
+        """Send a command, with the prompt of `wire.prompt_command` if it has one. All commands of
+        one event loop iteration go out in one write, because a write costs a system call."""
+        self._outgoing.append(framing.pack(command, prompt))
         self._outgoing_bytes += (size := len(self._outgoing[-1]))
         if command.submit.media:
             self.largest_sent = max(self.largest_sent, size)

@@ -371,7 +371,8 @@ class Attempt:
             self.on_lost(stream, Unavailable(f"worker {stream.worker_id} is gone"))
             return
         try:
-            stream.stream_id = self._links[stream.member].submit(command, self, stream)
+            link, tokens = self._links[stream.member], self._request.prompt_token_ids
+            stream.stream_id = link.submit(command, self, stream, wire.prompt_command(tokens))
         except PdserveError as error:
             # A copy, because the error's traceback refers to this attempt.
             self.on_lost(stream, copy(error))
@@ -385,12 +386,12 @@ class Attempt:
         request, command = self._request, w.Command()
         submit, transfer_id = command.submit, secrets.token_hex(16)
         submit.request_id, submit.traceparent = request.request_id, request.traceparent
-        submit.prompt_token_ids.extend(request.prompt_token_ids)
         submit.sampling.max_tokens = 1
         submit.media.extend(map(wire.media_to_pb, self._media))
         submit.encode.transfer_id = transfer_id
         try:
-            stream.stream_id = self._links[stream.member].submit(command, self, stream)
+            link, tokens = self._links[stream.member], self._request.prompt_token_ids
+            stream.stream_id = link.submit(command, self, stream, wire.prompt_command(tokens))
         except PdserveError as error:
             logger.info("prefill encodes for request %s: %s", request.request_id, error.message)
             return None
@@ -414,12 +415,12 @@ class Attempt:
             logger.warning("the pair of workers %s and %s is ejected: no embedding arrived", *pair)
 
     def _command(self, resume: Sequence[int], *, computes: bool = True) -> w.Command:
-        """Return a submit command that continues after `resume`. The caller sets its phase. Only a
-        worker that `computes` the prompt gets the data of its images: decode takes the KV."""
+        """Return a submit command, without its prompt, that continues after `resume`. The caller
+        sets its phase. Only a worker that `computes` the prompt gets the data of its images: decode
+        takes the KV."""
         command, request = w.Command(), self._request
         submit = command.submit
         submit.request_id = request.request_id
-        submit.prompt_token_ids.extend(request.prompt_token_ids)
         submit.resume_token_ids.extend(resume)
         submit.traceparent = request.traceparent
         submit.adapter = request.adapter_key

@@ -243,7 +243,7 @@ class Failover:
             self._demand,
             prompt_tokens=self._demand.prompt_tokens + len(made),
             prefill_only=False,
-            token_ids=self._demand.token_ids + made,
+            token_ids=(*self._demand.token_ids, *made),
             hashes={},
         )
 

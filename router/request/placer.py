@@ -223,7 +223,9 @@ class Placer:
         # Checked against all workers: a decode worker's refusal could come after the first token.
         for member in members:
             request.sampling.check_supported(member.info.unsupported_fields)
-        token_ids = request.prompt_token_ids + request.resume
+        token_ids = request.prompt_token_ids
+        if request.resume:
+            token_ids = (*token_ids, *request.resume)
         prompt_tokens = len(token_ids)
         max_tokens = request.sampling.max_tokens - len(request.resume)
         prefill_only = max_tokens <= 1  # prefill samples the first token

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from pdserve.errors import PoisonRequest
+from pdserve.model.token_ids import pack
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Sequence
@@ -209,5 +210,6 @@ def _digest(request: GenerateRequest) -> bytes:
     random."""
     sampling = replace(request.sampling, seed=None)
     images = [x.hash for x in request.media]
-    parts = (request.model, request.adapter_key, request.prompt_token_ids, images, sampling)
+    tokens = bytes(pack(request.prompt_token_ids, len(request.prompt_token_ids)))
+    parts = (request.model, request.adapter_key, tokens, images, sampling)
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()

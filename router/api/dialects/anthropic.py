@@ -261,7 +261,7 @@ class CountTokensRequest(GenerateBody, kw_only=True):
         return self.counted(encode_prompt(chat, tokenizer, model, parts, field="messages"), model)
 
     @staticmethod
-    def counted(tokens: tuple[int, ...], model: ModelInfo) -> bytes:
+    def counted(tokens: Sequence[int], model: ModelInfo) -> bytes:
         """Return the JSON of the answer for a prompt of these tokens."""
         return encode({"input_tokens": len(tokens)})
 

@@ -24,6 +24,8 @@ from router.api.dialects.fields import (
 from router.api.preprocess import Truncation, embedding_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.model.tokenizer import Tokenizer
     from pdserve.types import ModelInfo
 
@@ -142,7 +144,7 @@ class Inputs(NamedTuple):
     """Tokenised inputs, without duplicates. `second_at`: index at which an input's second text
     begins. `order`: index in `tokens` of each input; two per pair if embeddings are compared."""
 
-    tokens: list[tuple[int, ...]]
+    tokens: Sequence[Sequence[int]]
     second_at: list[int]
     order: list[int]
 

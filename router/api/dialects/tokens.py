@@ -28,6 +28,8 @@ from router.api.dialects.fields import (
 from router.api.preprocess import check_ids, encode_prompt, prompt_with_images
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.model.token_cache import CachedParts
     from pdserve.model.tokenizer import Tokenizer
     from pdserve.types import ModelInfo
@@ -76,10 +78,10 @@ class TokenizeRequest(Body, kw_only=True):
         return self.counted(tokens, model)
 
     @staticmethod
-    def counted(tokens: tuple[int, ...], model: ModelInfo) -> bytes:
+    def counted(tokens: Sequence[int], model: ModelInfo) -> bytes:
         """Return the JSON of the answer for a prompt of these tokens."""
-        found = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
-        return encode({**found, "token_strs": None})
+        found = {"count": len(tokens), "max_model_len": model.max_model_len}
+        return encode({**found, "tokens": tuple(tokens), "token_strs": None})
 
 
 class DetokenizeRequest(Body, kw_only=True):

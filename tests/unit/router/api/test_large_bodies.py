@@ -20,7 +20,7 @@ from pdserve.types import ModelInfo
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router.api import body_process, generation
-from router.api.body_process import COMMAND, BodyProcess
+from router.api.body_process import COMMAND, BodyProcess, unpack
 from router.api.dialects import fields as bodies
 from router.api.dialects.openai import ChatRequest, CompletionRequest
 from router.metrics import RouterMetrics
@@ -206,7 +206,7 @@ class Ask:
 
     async def _read(self, kind: str, data: bytes) -> int:
         done = await self.process.read(kind, data, self._model, self._load)
-        return len(done.tokens[0]) // 4
+        return len(unpack(done)[0])
 
     async def _load(self) -> Tokenizer:
         self.loads += 1
