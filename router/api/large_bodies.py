@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np  # noqa: F401 - loaded before the limit, in which it may not find room
 
 from pdserve.errors import ErrorInfo, InternalError, InvalidRequest, PdserveError
 from pdserve.model.token_cache import TokenCache
