@@ -2,15 +2,16 @@
 whose KV and tokens follow from the tokens before them.
 
 The KV of a token is a word that follows from this token and all before it, times another factor for
-each 8 bytes of the token's KV. A step fills the blocks of the tokens that it computes, and looks at
-all KV of a sequence before it samples. The next token is `next_token` of the sequence, and 0 if a
-single byte differs. The file that the environment names gets a line for each preemption.
+each 8 bytes of the token's KV; a state is that of the last token. A step first looks at all KV that
+its tokens need, then writes theirs. The next token is `next_token` of the sequence, and 0 if a
+single byte differed. The file that the environment names gets a line for each preemption.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,115 +25,176 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from kv_transfer.cache.geometry import GroupKind
 from kv_transfer.vllm.connector import first_of
 from tests.gpu.shim.kernels import enqueue, on_host
 from tests.support.shim_engines import extended, next_token
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from kv_transfer.cache.geometry import KvGroup
     from kv_transfer.cache.gpu_memory import DeviceRegion
 
 
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 _PREEMPTIONS = Path(os.environ["PDSERVE_TEST_SKIPPED_KERNELS"])
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request in the runner. The stream appends the tokens that it samples; `tables` has the
-    blocks by group."""
+    """A request in the runner, with the blocks of each table. The rest is the stream's: `tokens`
+    grows by those that are sampled, the first `computed` of them have KV, the last step began at
+    `first`, and `drafts` are proposed for the next one."""
 
     tokens: list[int]
     tables: list[list[int]]
+    computed: int
+    first: int = 0
+    drafts: list[int] = field(default_factory=list)
     words: list[int] = field(default_factory=list)
+    is_damaged: bool = False
 
-    def word_array(self, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def words_of(self, tokens: list[int]) -> Words:
+        """Return the words of `tokens`: the first ones of the sequence, or all and more."""
         self.words += extended(self.words, self.tokens)
-        return np.array(self.words[:count], np.uint64)
+        return np.array((self.words + extended(self.words, tokens))[: len(tokens)], np.uint64)
+
+    def next_after(self, drafts: list[int]) -> int:
+        return 0 if self.is_damaged else next_token(int(self.words_of(self.tokens + drafts)[-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A request in one step, as it was when the step was enqueued."""
+    """A request in one step, with its blocks as they were when the step was enqueued. `count`: how
+    many tokens the step computes, with the drafts."""
 
     sequence: _Sequence
     tables: list[list[int]]
-    first: int
     count: int
-    samples: bool
 
 
 class _Cache:
-    """The KV cache of one group, as numbers."""
+    """The cache of one group, as numbers: of each token, or with states of the last one alone."""
 
-    def __init__(self, region: DeviceRegion) -> None:
-        views = [on_host(view).view(torch.int64).numpy().view(np.uint64) for view in region.views]
-        # [layers][blocks, heads, tokens, words]
-        self._layers, (_, heads, self._block, words) = views, views[0].shape
-        shape = (len(views), heads, words)
+    def __init__(self, group: KvGroup, region: DeviceRegion) -> None:
+        # [layers][blocks, heads, tokens, words]; `split` of these blocks are one of the engine.
+        self._layers = [
+            on_host(view).view(torch.int64).numpy().view(np.uint64) for view in region.views
+        ]
+        self._group, self._split = group, region.split
+        _, heads, self._tokens, words = self._layers[0].shape
+        self._is_state = group.kind is GroupKind.STATE
+        block = (heads, self._tokens, words) if self._is_state else (heads, words)
+        shape = (len(self._layers), *block)
         self._factors = (2 * np.arange(np.prod(shape), dtype=np.uint64) + 1).reshape(shape)
 
-    def _places(self, table: list[int], first: int, last: int) -> tuple[Any, Any]:
-        positions = np.arange(first, last)
-        return np.array(table)[positions // self._block], positions % self._block
-
-    def fill(self, table: list[int], words: Any, first: int) -> None:
-        blocks, offsets = self._places(table, first, first + len(words))
+    def _parts(self, tables: list[list[int]], words: Words, first: int) -> Iterator[Any]:
+        """Yield (layer, index, values) of each layer for the tokens from `first` on, all of which
+        have a word."""
+        table = np.array(tables[self._group.table])
+        index: Any
+        if self._is_state:
+            index = table[self._group.needed(len(words))[-1]]
+            values = words[-1]
+        else:
+            blocks, places = divmod(np.arange(first, len(words)), self._tokens * self._split)
+            rows, places = divmod(places, self._tokens)
+            index = (table[blocks] * self._split + rows, slice(None), places)
+            values = words[first:, None, None]
         for layer, factors in zip(self._layers, self._factors, strict=True):
-            layer[blocks, :, offsets] = words[:, None, None] * factors
+            yield layer, index, values * factors
 
-    def holds(self, table: list[int], words: Any) -> bool:
-        blocks, offsets = self._places(table, 0, len(words))
+    def fill(self, tables: list[list[int]], words: Words, first: int) -> None:
+        """Write what a step computes: the tokens from `first` on."""
+        for layer, index, values in self._parts(tables, words, first):
+            layer[index] = values
+
+    def holds(self, tables: list[list[int]], words: Words) -> bool:
+        """Return whether everything that the token after these needs is there."""
+        is_window = self._group.kind is GroupKind.WINDOW
+        first = max(0, len(words) - self._group.reach) if is_window else 0
         return all(
-            np.array_equal(layer[blocks, :, offsets], words[:, None, None] * factors)
-            for layer, factors in zip(self._layers, self._factors, strict=True)
+            np.array_equal(layer[index], values)
+            for layer, index, values in self._parts(tables, words, first)
         )
 
 
 _sequences: dict[str, _Sequence] = {}
-_caches: list[tuple[int, _Cache]] = []  # with the number of its block table
+_caches: list[_Cache] = []
 
 
-def _compute(rows: Sequence[_Row], sampled: torch.Tensor) -> None:
-    """One step, when the stream comes to it."""
+def _compute(row: _Row) -> list[int]:
+    """Compute a request's part of a step. Return the tokens that are sampled: none after a part of
+    a prompt."""
+    sequence, first = row.sequence, row.sequence.computed
+    known = len(sequence.tokens)
+    tokens = (sequence.tokens + sequence.drafts)[: first + row.count]
+    words = sequence.words_of(tokens)
+    if first:
+        sequence.is_damaged |= not all(x.holds(row.tables, words[:first]) for x in _caches)
+    for cache in _caches:
+        cache.fill(row.tables, words, first)
+    sequence.first, sequence.computed = first, min(len(tokens), known)
+    sampled: list[int] = []
+    while len(tokens) >= known + len(sampled):
+        sampled.append(sequence.next_after([]))
+        sequence.tokens.append(sampled[-1])
+        if tokens[known + len(sampled) - 1 :][:1] != sampled[-1:]:
+            break  # there is no draft, or it is rejected
+        sequence.computed += 1
+    return sampled
+
+
+def _run(rows: Sequence[_Row], tokens: Any, num_sampled: Any, num_rejected: Any) -> None:
+    """Run one step, when the stream comes to it."""
     if not _caches:
         half: Any = first_of(get_kv_transfer_group())._worker
         shards, regions = half._plan.shards, half.driver.local.regions
-        _caches.extend((shards[n].group.table, _Cache(x)) for n, x in regions.items())
+        _caches.extend(_Cache(shards[n].group, region) for n, region in regions.items())
     for number, row in enumerate(rows):
-        sequence, end = row.sequence, row.first + row.count
-        words = sequence.word_array(end)
-        for table, cache in _caches:
-            cache.fill(row.tables[table], words[row.first :], row.first)
-        if row.samples:
-            whole = all(cache.holds(row.tables[table], words) for table, cache in _caches)
-            token = next_token(int(words[-1])) if whole else 0
-            sequence.tokens.append(token)
-            sampled[number] = token
+        sampled = _compute(row)
+        tokens[number, : len(sampled)] = torch.tensor(sampled)
+        num_sampled[number] = len(sampled)
+        num_rejected[number] = row.count - len(sampled) if len(sampled) and row.count > 1 else 0
+
+
+def _rows(batch: Any) -> list[_Row]:
+    counts = [int(x) for x in batch.num_scheduled_tokens]
+    found = [_sequences[name] for name in batch.req_ids]
+    return [_Row(x, [list(t) for t in x.tables], n) for x, n in zip(found, counts, strict=False)]
 
 
 def _sample(
     self: Any, _hidden: Any, batch: Any, _grammar: Any
 ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-    count = batch.num_reqs
-    ends = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count]
-    samples = ends >= batch.prefill_len_np[:count]
-    rows = [
-        _Row(
-            _sequences[name],
-            [list(x) for x in _sequences[name].tables],
-            int(batch.num_computed_tokens_np[i]),
-            int(batch.num_scheduled_tokens[i]),
-            bool(samples[i]),
-        )
-        for i, name in enumerate(batch.req_ids)
-    ]
-    sampled = torch.empty((count, 1), dtype=torch.int64, device="cuda")
-    target = on_host(sampled)
-    enqueue(lambda: _compute(rows, target))
-    num_sampled = torch.from_numpy(samples.astype(np.int32)).to("cuda")
-    num_rejected = torch.from_numpy(np.zeros(count, np.int32)).to("cuda")
-    return SamplerOutput(sampled, None, None, num_sampled, num_rejected), num_sampled, num_rejected
+    rows, width = _rows(batch), 1 + self.num_speculative_steps
+    tokens = torch.empty((len(rows), width), dtype=torch.int64, device="cuda")
+    num_sampled, num_rejected = torch.empty((2, len(rows)), dtype=torch.int32, device="cuda")
+    targets = [on_host(x) for x in (tokens, num_sampled, num_rejected)]
+    enqueue(lambda: _run(rows, *targets))
+    return SamplerOutput(tokens, None, None, num_sampled, num_rejected), num_sampled, num_rejected
+
+
+def _draft(rows: Sequence[_Row], count: int) -> None:
+    """Run the draft model, when the stream comes to it: it writes KV once more, which no other
+    request may have by then, and its guess is wrong after each third token."""
+    for row in rows:
+        sequence = row.sequence
+        words = sequence.words_of(sequence.tokens[: sequence.computed])
+        for cache in _caches:
+            cache.fill(row.tables, words, sequence.first)
+        sequence.drafts = []
+        while len(sequence.drafts) < count:
+            token = sequence.next_after(sequence.drafts)
+            sequence.drafts.append(token + (len(sequence.tokens) % 3 == 0))
+
+
+def _propose(runner: Any, batch: Any, *_args: Any, **_named: Any) -> torch.Tensor:
+    rows, count = _rows(batch), runner.num_speculative_steps
+    enqueue(lambda: _draft(rows, count))
+    drafts: torch.Tensor = runner.req_states.draft_tokens.new_empty((len(rows), count))
+    return drafts
 
 
 _execute_model = GPUModelRunner.execute_model
@@ -147,11 +209,14 @@ def _noted_step(self: Any, scheduled: Any, *args: Any, **named: Any) -> Any:
         _sequences.pop(name, None)
     for new in scheduled.scheduled_new_reqs:
         tables = [list(ids) for ids in new.block_ids]
-        _sequences[new.req_id] = _Sequence(list(new.prefill_token_ids), tables)
+        tokens, computed = list(new.prefill_token_ids), new.num_computed_tokens
+        _sequences[new.req_id] = _Sequence(tokens, tables, computed)
     cached = scheduled.scheduled_cached_reqs
     for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
         for table, ids in zip(_sequences[name].tables, added or (), strict=False):
             table.extend(ids)
+    if self.speculator is not None:
+        self.speculator.propose = partial(_propose, self)
     return _execute_model(self, scheduled, *args, **named)
 
 
@@ -160,12 +225,16 @@ def _embed(_self: Any, layer: Any, ids: torch.Tensor) -> torch.Tensor:
     return ids.new_empty((*ids.shape, layer.weight.shape[1]), dtype=layer.weight.dtype)
 
 
+def _choose(self: Any, *_args: Any, **_named: Any) -> None:
+    self.best_config = self.configs[0]
+
+
 def _nothing(*_args: Any, **_named: Any) -> None:
     pass
 
 
 JITFunction.run = _nothing
-Autotuner.run = _nothing
+Autotuner.run = _choose
 GPUModelRunner.execute_model = _noted_step
 GPUModelRunner.sample = _sample
 GPUModelRunner.profile_run = _nothing
