@@ -35,7 +35,7 @@ from router.api.admin import AdminService, RegistryService
 from router.api.auth import Keys
 from router.api.batch.http import BatchApi
 from router.api.batch.runner import BatchRunner
-from router.api.body_process import BodyProcess, LargeBodies
+from router.api.body_process import BodyProcesses, LargeBodies
 from router.api.console.http import Console
 from router.api.console.views import Sources
 from router.api.generation import GenerationApi
@@ -333,9 +333,9 @@ class RouterServer:
         )
         self._stack.callback(preprocessor.close)
         await enter(background("tokenizers", preprocessor.preload_tokenizers))
-        process = BodyProcess(metrics)
-        self._stack.push_async_callback(process.close)
-        large = LargeBodies(preprocessor, process)
+        processes = BodyProcesses(metrics, most=config.body_processes)
+        self._stack.push_async_callback(processes.close)
+        large = LargeBodies(preprocessor, processes)
         door = Door(services.admission.tenants, fleet.now, metrics.refused)
         drainer = Drainer(fleet, self._dialer)
         grpc_address = await self._start_grpc(

@@ -378,6 +378,8 @@ class RouterConfig(_Section, frozen=True):
         after failures, on average. Requests beyond it fail with 503. 0: no limit.
     otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
     stop_grace_s: Seconds that open requests have after SIGTERM; an idle router ends at once.
+    body_processes: Processes that read, render and tokenise bodies over 64 KiB, each with up to
+        2 GiB. They start as bodies wait. 0: one fewer than the router's cores, 1 to 4.
     memory_limit_mib: Memory of the router and its processes. Near it, new requests get 429.
         0: the limit of its control group (container).
     slo: Latency targets.
@@ -431,6 +433,7 @@ class RouterConfig(_Section, frozen=True):
     retry_tokens_per_s: Amount = 20000.0
     otlp_endpoint: Endpoint = ""
     stop_grace_s: Amount = 120.0
+    body_processes: Annotated[int, Meta(ge=0, le=32)] = 0
     memory_limit_mib: Amount = 0.0
     slo: SloConfig = SloConfig()
     images: ImagesConfig = ImagesConfig()

@@ -26,7 +26,7 @@ from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from router.admission import AdmissionController, AdmissionLimits, Door, Tenants
 from router.api.auth import EVERYONE, Keys
 from router.api.batch.http import BatchApi
-from router.api.body_process import BodyProcess, LargeBodies
+from router.api.body_process import BodyProcesses, LargeBodies
 from router.api.console.http import Console
 from router.api.generation import GenerationApi
 from router.api.grpc import GenerationService
@@ -159,12 +159,12 @@ async def apis(
             suspects=Suspects(fleet, {}, max_deaths=2),
         )
         door = Door(tenants, asyncio.get_running_loop().time, metrics.refused)
-        process = BodyProcess(metrics, larger_than=large)
-        stack.push_async_callback(process.close)
+        processes = BodyProcesses(metrics, larger_than=large)
+        stack.push_async_callback(processes.close)
         stack.callback(preprocessor.close)
         config = RouterConfig(store=str(tmp_path / "store"))
         store = await stack.enter_async_context(open_store(config, "router"))
-        large_bodies = LargeBodies(preprocessor, process)
+        large_bodies = LargeBodies(preprocessor, processes)
         responses = ResponseApi(store.responses, metrics)
         adapters = cast("Adapters", generator)
         sources = cast("Sources", None)  # of the console, which has tests with a whole router

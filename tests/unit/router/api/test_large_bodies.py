@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,13 +15,13 @@ import pytest
 from conftest import read_tokenizer
 
 from pdserve.config import SloConfig
-from pdserve.errors import InvalidRequest
+from pdserve.errors import InvalidRequest, Overloaded
 from pdserve.model.tokenizer import Tokenizer
 from pdserve.types import ModelInfo
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router.api import body_process, generation
-from router.api.body_process import COMMAND, BodyProcess, unpack
+from router.api.body_process import COMMAND, BodyProcesses, default_processes, unpack
 from router.api.dialects import fields as bodies
 from router.api.dialects.openai import ChatRequest, CompletionRequest
 from router.metrics import RouterMetrics
@@ -189,8 +190,9 @@ async def test_a_large_rpc_asks_for_the_same_as_a_small_one(apis: RouterApis) ->
 class Ask:
     """Parse a chat in a process."""
 
-    def __init__(self, process: BodyProcess, model: ModelInfo, tokenizer: Tokenizer) -> None:
-        self.process, self._model, self._tokenizer = process, model, tokenizer
+    def __init__(self, pool: BodyProcesses, model: ModelInfo, tokenizer: Tokenizer) -> None:
+        self.pool, self._model, self._tokenizer = pool, model, tokenizer
+        self.process = pool._processes[0]
         self.loads = 0
 
     async def __call__(self, text: str = "hi", **more: Any) -> int:
@@ -205,7 +207,7 @@ class Ask:
         return await self._read(CompletionRequest.__name__, data)
 
     async def _read(self, kind: str, data: bytes) -> int:
-        done = await self.process.read(kind, data, self._model, self._load)
+        done = await self.pool.read(kind, data, self._model, self._load)
         return len(unpack(done)[0])
 
     async def _load(self) -> Tokenizer:
@@ -220,17 +222,17 @@ class Ask:
 
 @pytest.fixture
 async def make_ask(model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
-    made: list[BodyProcess] = []
+    made: list[BodyProcesses] = []
 
     async def make(*command: str, **options: Any) -> Ask:
-        process = BodyProcess(RouterMetrics(SloConfig()), command or COMMAND, **options)
-        made.append(process)
+        pool = BodyProcesses(RouterMetrics(SloConfig()), command or COMMAND, **options)
+        made.append(pool)
         model = ModelInfo(MODEL, str(model_dir), 1 << 20, VOCAB_SIZE, "float32")
-        return Ask(process, model, await read_tokenizer(model))
+        return Ask(pool, model, await read_tokenizer(model))
 
     yield make
-    for process in made:
-        await process.close()
+    for pool in made:
+        await pool.close()
 
 
 async def test_a_process_that_dies_is_replaced_and_its_body_tried_again(make_ask: Any) -> None:
@@ -312,3 +314,89 @@ async def test_a_client_that_leaves_ends_the_process_only_if_that_is_slow(make_a
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert await ask() > 0
+
+
+# Several processes.
+
+
+@pytest.fixture
+async def two(make_ask: Any, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Two processes, the second of which starts as soon as the first one has something to do."""
+    monkeypatch.setattr(body_process, "_START_S", 0.0)
+    return await make_ask(most=2)
+
+
+def reader_of(ask: Ask) -> int:
+    """Return which process has read the last conversation."""
+    return ask.pool._processes.index(next(reversed(ask.pool._homes.values()))[0])
+
+
+@asynccontextmanager
+async def halted(ask: Ask, text: str) -> AsyncIterator[asyncio.Task[int]]:
+    """Halt the first process while it reads a conversation."""
+    os.kill(ask.pid, signal.SIGSTOP)
+    asking = asyncio.create_task(ask(text))
+    await asyncio.sleep(0)
+    yield asking
+    os.kill(ask.pid, signal.SIGCONT)
+    await asking
+
+
+FIRST, SECOND, THIRD = (letter * (body_process._BEGIN_BYTES + 100) for letter in "abc")
+
+
+async def test_a_turn_goes_to_the_process_that_has_its_conversation_unless_it_is_busy(
+    two: Ask,
+) -> None:
+    await two(FIRST)
+    assert reader_of(two) == 0
+    async with halted(two, FIRST):
+        await two(SECOND)
+        assert reader_of(two) == 1
+    for text, reader in ((SECOND, 1), (FIRST, 0), (SECOND, 1)):
+        await two(text + "more")
+        assert reader_of(two) == reader
+    # A few turns that are already known take less time than to tokenise one again.
+    async with halted(two, "c"):
+        waiting = asyncio.create_task(two(FIRST + "more and more"))
+        await two("d")
+        assert not waiting.done()
+    await waiting
+    assert reader_of(two) == 0
+
+
+async def test_the_death_of_a_process_harms_no_body_of_another(two: Ask) -> None:
+    tokens = await two(FIRST)
+    await two(THIRD)
+    async with halted(two, FIRST) as asking:
+        assert await two(SECOND) == tokens
+        other = two.pool._processes[1]._process
+        os.kill(two.pid, signal.SIGKILL)
+        assert await two(SECOND + "more") > tokens
+        assert reader_of(two) == 1
+        assert await asking == tokens
+        assert two.pool._processes[1]._process is other
+    # The new process lacks the token ids of the one that died: any process may make them.
+    async with halted(two, "d"):
+        assert await two(THIRD) == tokens
+        assert reader_of(two) == 1
+
+
+async def test_all_processes_together_queue_a_limited_number_of_bytes(
+    two: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = await two(FIRST)
+    monkeypatch.setattr(body_process, "MAX_WAITING_BYTES", 2 * len(FIRST))
+    async with halted(two, FIRST):
+        with pytest.raises(Overloaded, match="too many large bodies"):
+            await two(FIRST)
+        assert await two("a") > 0
+    assert await two(FIRST) == tokens
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 2), (64, 4)])
+def test_the_router_keeps_a_core_for_itself(
+    cores: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert default_processes() == processes
