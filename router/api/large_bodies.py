@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 _KINDS = {x.body.__name__: x.body for x in ROUTES if x.body is not None}
 _TOKENIZER_KINDS = (TokenizeRequest, DetokenizeRequest, CountTokensRequest)
 _NICE = 5
-# Token ids of 300 conversations of 100,000 tokens.
+# Token ids of 200 conversations of 100,000 tokens.
 _TOKEN_CACHE_BYTES = 128 << 20
 
 

@@ -321,9 +321,11 @@ async def test_a_client_that_leaves_ends_the_process_only_if_that_is_slow(make_a
 
 @pytest.fixture
 async def two(make_ask: Any, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Two processes, the second of which starts as soon as the first one has something to do."""
+    """Two processes, the second of which starts as soon as the first one has something to do. To
+    tokenise a conversation again takes long."""
     monkeypatch.setattr(body_process, "_START_S", 0.0)
-    return await make_ask(most=2)
+    monkeypatch.setattr(body_process, "_NEW_S", 1.0)
+    return await make_ask(most=2, timeout_s=2 * WAIT_S)
 
 
 def reader_of(ask: Ask) -> int:
