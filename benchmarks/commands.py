@@ -308,7 +308,8 @@ def _load_of(args: argparse.Namespace) -> tuple[Setup, RouterConfig, Trace, Shap
     common = {f"router.slo.{name}_s": limit for name, limit in slo_s.items()} | changes_from(args)
     config = load_config(args.config, {"router.max_running_requests": 1 << 20, **common})
     costs = Costs() if args.costs is None else Costs.read(args.costs)
-    setup = _settings(Setup, args, costs=costs, slo_s=slo_s)
+    lease = config.worker.session_lease
+    setup = _settings(Setup, args, costs=costs, slo_s=slo_s, session_lease=lease)
     if args.tokens_in is not None:
         size = {"requests": args.requests, "seed": args.seed}
         trace = drawn_trace(args.tokens_in, args.tokens_out, **size)

@@ -14,7 +14,7 @@ import selectors
 import socket
 from collections import deque
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +26,7 @@ from benchmarks.traces import Trace, TraceMeta, TraceRequest
 from benchmarks.workload import shape_workload
 from kv_transfer.settings import ConnectorConfig
 from pdserve.background import background
-from pdserve.config import ScalingConfig
+from pdserve.config import ScalingConfig, SessionLeaseConfig
 from pdserve.deploy.scaling.scaler import Bounds, Scaler
 from pdserve.errors import PdserveError
 from pdserve.net import deadline
@@ -111,6 +111,7 @@ class Setup:
     scale: int = 0
     cold_start_s: float = 0.0
     costs: Costs = Costs()
+    session_lease: SessionLeaseConfig = field(default_factory=SessionLeaseConfig)
     max_num_seqs: int = 64
     total_blocks: int = 8192
     rate_per_s: float = 4.0
@@ -183,7 +184,7 @@ class _SimulatedTarget(Target):
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         out = _Out()
         made = GenerateRequest(request.request_id, request.model, request.body, request.sampling)
-        made.deadline = deadline.after(self._timeout_s)
+        made.deadline, made.session = deadline.after(self._timeout_s), request.session
         serving = asyncio.create_task(self._server.serve(made, out))
         serving.add_done_callback(lambda _: out.pieces.put_nowait(None))
         while (piece := await out.pieces.get()) is not None:
@@ -304,7 +305,7 @@ async def _start(
             listens=False,
         )
         kv = None if role is Role.AGGREGATED else ConnectorConfig()
-        fake = FakeEngine(_MODEL, settings, kv, name, lockstep)
+        fake = FakeEngine(_MODEL, settings, kv, name, lockstep, setup.session_lease)
         service = services[name] = WorkerService(fake, Intake(role), name)
         stack.push_async_callback(service.close)
         engine = await service.start()

@@ -374,7 +374,7 @@ class GenerateRequest:
     another router. Only requests with the same `cache_salt` share cached prefixes. `media`: the
     prompt's images, which took `render_s` to fetch and render; without their data if the router
     keeps it elsewhere, where `read_media` reads it. `session`: the client's id of the conversation,
-    empty if it sent none."""
+    empty if it sent none; `next_turn_s`: expected time until its next turn, 0 if not known."""
 
     request_id: str
     model: str
@@ -397,6 +397,7 @@ class GenerateRequest:
     )
     render_s: float = 0.0
     session: str = field(default="", repr=False)
+    next_turn_s: float = 0.0
 
     @property
     def served_name(self) -> str:
@@ -518,7 +519,8 @@ class WorkerInfo:
 class WorkerLoad:
     """A worker's load, under vLLM's names. `progress` grows while the engine makes steps.
     `step_allowance_s`: expected upper bound of the current step. `tier_token_s`: mean time to load
-    a prompt token from host memory, 0 before the first load."""
+    a prompt token from host memory, 0 before the first load. `session_blocks`: blocks under leases
+    of sessions; `session_leases_ended`: how many of these leases have ended, by reason."""
 
     num_waiting_reqs: int
     num_running_reqs: int
@@ -528,6 +530,8 @@ class WorkerLoad:
     has_work: bool = False
     step_allowance_s: float = 0.0
     tier_token_s: float = 0.0
+    session_blocks: int = 0
+    session_leases_ended: Mapping[str, int] = field(default_factory=dict)
 
 
 # The Account kind for time without work.

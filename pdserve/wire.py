@@ -166,7 +166,7 @@ receipt_to_pb, receipt_from_pb = _codec(
     cost=_FLOAT,
     energy_j=_FLOAT,
 )
-load_to_pb, load_from_pb = _codec(t.WorkerLoad, w.WorkerLoad)
+load_to_pb, load_from_pb = _codec(t.WorkerLoad, w.WorkerLoad, session_leases_ended=_MAP)
 _error_to_pb, error_from_pb = _ERROR = _codec(ErrorInfo, c.Error)
 _TRANSFER = _codec(t.TransferReport, w.TransferReport)
 _REPORT = _codec(

@@ -54,7 +54,7 @@ _COUNTERS = (
     *("kv_fetches", "kv_fetched_tokens", "kv_fetched_blocks"),
     *("engine_seconds", "cost", "energy_joules", "cost_saved"),
 )
-_LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")
+_LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage", "session_blocks")
 
 
 async def measure_loop_lag(observe: Callable[[float], None], period_s: float = 0.1) -> None:
@@ -130,6 +130,7 @@ class RouterMetrics(Collector):
         show("workers", partial(_workers, fleet, set()))
         for field in _LOADS:
             show(f"worker_{field}", partial(_loads, fleet, field))
+        show("worker_session_leases_ended", partial(_leases_ended, fleet))
         show("worker_busy_seconds", partial(_busy, fleet))
         show("role_load", role_loads)
         show("role_workers_wanted", roles_wanted)
@@ -253,6 +254,13 @@ def _loads(fleet: Fleet, field: str) -> Iterator[Row]:
         load = m.reported.load
         if load is not None and not m.lost:
             yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(load, field)
+
+
+def _leases_ended(fleet: Fleet) -> Iterator[Row]:
+    for m in fleet.members.values():
+        if (load := m.reported.load) is not None and not m.lost:
+            for reason, count in load.session_leases_ended.items():
+                yield (m.info.model.name, m.info.role.value, m.worker_id, reason), count
 
 
 def _revision_shares(shares: RevisionShares) -> Iterator[Row]:

@@ -135,6 +135,8 @@ class Work:
     cache_salt: str = field(default="", repr=False)  # a cached prefix needs an equal salt
     reasoning_gate: ReasoningGate | None = None
     media: tuple[MediaItem, ...] = ()  # in order of their offsets
+    # Of a session: expected time until its next turn, 0 if not known. None without a session.
+    next_turn_s: float | None = None
 
     @property
     def has_all_media(self) -> bool:

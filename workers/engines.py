@@ -67,6 +67,7 @@ def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
         encodes=config.role is Role.ENCODE,
         # Decode workers get KV from prefill workers.
         tiers=TiersConfig() if config.role in _WITHOUT_TIERS else config.kv.tiers,
+        session_lease=config.session_lease,
         engine_args=engine_args,
         nodes=Nodes(
             count=config.nnodes,
@@ -129,4 +130,5 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
             f"model: {path} has no vocab_size or max_position_embeddings", field="model"
         ) from error
     settings = settings_from_args(config.engine_args)
-    return FakeEngine(model, settings, _connector_config(config), instance_id)
+    kv, lease = _connector_config(config), config.session_lease
+    return FakeEngine(model, settings, kv, instance_id, session_lease=lease)

@@ -98,6 +98,7 @@ def work_from_pb(submit: w.Submit, stream_id: int, role: Role) -> Work:
         cache_salt=submit.cache_salt,
         reasoning_gate=_reasoning_gate(submit),
         media=wire.media_from_pb(submit.media, len(submit.prompt_token_ids)),
+        next_turn_s=max(0.0, submit.next_turn_s) if submit.HasField("next_turn_s") else None,
     )
 
 

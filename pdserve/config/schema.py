@@ -552,6 +552,18 @@ class KvConfig(_Section, frozen=True):
             refuse("transports", "`auto` must be the only entry")
 
 
+class SessionLeaseConfig(_Section, frozen=True):
+    """How a worker keeps the KV of sessions between turns: it evicts other blocks first. No request
+    waits for a block because of a lease.
+
+    share: Share of the KV cache that may be under leases. 0: there are none.
+    max_s: Longest time of a lease. It is shorter if the next turn is expected earlier.
+    """
+
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    max_s: Seconds = 120.0
+
+
 class WorkerConfig(_Section, frozen=True):
     """One worker: an engine in one role.
 
@@ -572,6 +584,7 @@ class WorkerConfig(_Section, frozen=True):
     cores: CPU cores to pin the engine to. Empty: not pinned.
     gpus: GPUs that the engine may use, by NVML index. Empty: all visible ones.
     kv: How KV blocks travel between workers.
+    session_lease: How the KV of sessions is kept between turns.
     topology: Where the worker runs.
     revision: What the worker was deployed from, a name of your own. `pdserve weights` splits new
         requests over the revisions of a model.
@@ -612,6 +625,7 @@ class WorkerConfig(_Section, frozen=True):
     cores: tuple[Count, ...] = ()
     gpus: tuple[Count, ...] = ()
     kv: KvConfig = KvConfig()
+    session_lease: SessionLeaseConfig = SessionLeaseConfig()
     topology: TopologyConfig = TopologyConfig()
     revision: Revision = ""
     access: AccessConfig = AccessConfig()

@@ -231,6 +231,13 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _gauge("worker_num_waiting_reqs", _KV, "Requests that wait in a worker's engine."),
             _counter("worker_busy_seconds", _KV, "Duration of a worker's engine steps."),
             _gauge("worker_kv_cache_usage", _KV, "Used share of a worker's KV cache, 0 to 1."),
+            _gauge("worker_session_blocks", _KV, "KV blocks under leases of sessions."),
+            _counter(
+                "worker_session_leases_ended",
+                f"{_KV} reason",
+                "Leases that ended: the next turn used the blocks (returned), the time was over "
+                "(expired), others were newer (budget), or requests needed all blocks (pressure).",
+            ),
             _gauge("role_load", "model role", "Average load; 1 is full."),
             _gauge("role_workers_wanted", "model role", "Workers that the current load needs."),
             _gauge("prefix_blocks", "", "KV blocks in the index of cached prefixes."),

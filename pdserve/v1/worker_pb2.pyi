@@ -181,7 +181,14 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s", "tier_token_s")
+    __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s", "tier_token_s", "session_blocks", "session_leases_ended")
+    class SessionLeasesEndedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_WAITING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +197,8 @@ class WorkerLoad(_message.Message):
     HAS_WORK_FIELD_NUMBER: _ClassVar[int]
     STEP_ALLOWANCE_S_FIELD_NUMBER: _ClassVar[int]
     TIER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    SESSION_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_LEASES_ENDED_FIELD_NUMBER: _ClassVar[int]
     num_waiting_reqs: int
     num_running_reqs: int
     kv_cache_usage: float
@@ -198,7 +207,9 @@ class WorkerLoad(_message.Message):
     has_work: bool
     step_allowance_s: float
     tier_token_s: float
-    def __init__(self, num_waiting_reqs: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_allowance_s: _Optional[float] = ..., tier_token_s: _Optional[float] = ...) -> None: ...
+    session_blocks: int
+    session_leases_ended: _containers.ScalarMap[str, int]
+    def __init__(self, num_waiting_reqs: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_allowance_s: _Optional[float] = ..., tier_token_s: _Optional[float] = ..., session_blocks: _Optional[int] = ..., session_leases_ended: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class KvLedger(_message.Message):
     __slots__ = ("pinned_blocks", "in_flight_blocks", "leased_blocks", "transfers", "engine_requests")
@@ -592,7 +603,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -609,6 +620,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     REASONING_GATE_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TURN_S_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -625,7 +637,8 @@ class Submit(_message.Message):
     cache_salt: str
     reasoning_gate: ReasoningGate
     media: _containers.RepeatedCompositeFieldContainer[MediaItem]
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ...) -> None: ...
+    next_turn_s: float
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ...) -> None: ...
 
 class ReasoningGate(_message.Message):
     __slots__ = ("parser", "kwargs_json")

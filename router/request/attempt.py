@@ -248,6 +248,7 @@ class Attempt:
                 command.submit.encode.transfer_id = secrets.token_hex(16)  # a health check
             else:
                 command.submit.aggregated.SetInParent()
+                self._set_next_turn(command.submit)
             self._submit(self._decode, command)
         else:
             if self._handoff.style is HandoffStyle.CONCURRENT:
@@ -457,7 +458,12 @@ class Attempt:
         decode.producer_instance_id = info.instance_id
         decode.kv_handle = kv_handle
         decode.live = live
+        self._set_next_turn(command.submit)
         self._submit(self._decode, command)
+
+    def _set_next_turn(self, submit: w.Submit) -> None:
+        if self._request.session:
+            submit.next_turn_s = self._request.next_turn_s
 
     # -- Results
 

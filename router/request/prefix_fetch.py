@@ -84,6 +84,7 @@ class PrefixFetcher:
             sampling=_SAMPLING,
             deadline=min(began + limit_s, request.deadline or math.inf),
             reasoning_gate=None,
+            session="",  # this is no turn of it
         )
         answer = Answer(Discard(), _SAMPLING.max_tokens, [])
         attempt = Attempt(

@@ -122,7 +122,10 @@ class RequestServer:
                 span = self._begin_span(self._tracing, request)
                 request = request.under("" if span is None else span.traceparent)
                 record.trace_id = trace_id(request.traceparent)
-            last = services.sessions.workers_of(request) if request.session else frozenset()
+            last: frozenset[str] = frozenset()
+            if request.session:
+                last = services.sessions.workers_of(request)
+                request = replace(request, next_turn_s=services.sessions.arrived(request))
             demand = services.placer.demand(request, last)
             with (
                 services.admission.enter(request, kv_tokens=demand.kv_tokens) as slot,

@@ -11,7 +11,7 @@ from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,13 +22,34 @@ SESSIONS_KEPT = 10_000  # of one tenant, under 1 KiB each
 NO_WORKERS: frozenset[str] = frozenset()
 
 
+class Pauses(Struct, gc=False):
+    """The pauses between the turns of a session or of a tenant, as TCP estimates a round trip (RFC
+    6298): mean and mean deviation, in which the last pauses count most. Both are 0 before the first
+    one."""
+
+    mean_s: float = 0.0
+    deviation_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        if not self.mean_s:
+            self.mean_s, self.deviation_s = seconds, seconds / 2
+            return
+        self.deviation_s += (abs(seconds - self.mean_s) - self.deviation_s) / 4
+        self.mean_s += (seconds - self.mean_s) / 8
+
+    @property
+    def most_s(self) -> float:
+        """Time that few pauses exceed; 0 if not known."""
+        return self.mean_s + 4 * self.deviation_s
+
+
 class SessionHistory(Struct, gc=False):
     """A conversation of one tenant with one model.
 
     `used`: time of its last answer. `turns`: its answers. `prompt_tokens`, `cached_tokens`: sums
     over its turns. `recomputed_tokens`: tokens of earlier turns that were computed again.
     `history`: tokens of the last turn's prompt and answer. `workers`: ids of those that computed
-    it.
+    it. `is_paused`: no request came since then.
     """
 
     used: float
@@ -38,6 +59,8 @@ class SessionHistory(Struct, gc=False):
     recomputed_tokens: int = 0
     history: int = 0
     workers: frozenset[str] = NO_WORKERS
+    is_paused: bool = True
+    pauses: Pauses = field(default_factory=Pauses)
 
 
 class SessionName(NamedTuple):
@@ -65,6 +88,7 @@ class Sessions:
     ) -> None:
         self._now, self._idle_s, self._most = clock, idle_s, most
         self._tenants: dict[str, _Sessions] = {}
+        self._pauses: dict[str, Pauses] = {}  # of each tenant
 
     def __len__(self) -> int:
         for sessions in self._tenants.values():
@@ -90,6 +114,21 @@ class Sessions:
         found = self.find(request)
         return NO_WORKERS if found is None else found.workers
 
+    def arrived(self, request: GenerateRequest) -> float:
+        """Note that a turn begins. Return the time within which the next one is expected, by the
+        pauses of this session, or else those of its tenant's sessions; 0 if there were none."""
+        session = self.find(request)
+        of_tenant = self._pauses.get(request.tenant)
+        if session is not None and session.is_paused:
+            session.is_paused, pause_s = False, self._now() - session.used
+            session.pauses.add(pause_s)
+            if of_tenant is None:
+                of_tenant = self._pauses[request.tenant] = Pauses()
+            of_tenant.add(pause_s)
+        if session is not None and (seconds := session.pauses.most_s):
+            return seconds
+        return 0.0 if of_tenant is None else of_tenant.most_s
+
     def answered(self, request: GenerateRequest, usage: Usage, workers: frozenset[str]) -> int:
         """Add a turn to the session of `request`. Return the number of its prompt's tokens that
         were computed again.
@@ -111,7 +150,7 @@ class Sessions:
             sessions.move_to_end(key)
         known = min(session.history, usage.prompt_tokens)
         recomputed = max(0, known - usage.cached_tokens)
-        session.used, session.workers = now, workers
+        session.used, session.workers, session.is_paused = now, workers, True
         session.turns += 1
         session.prompt_tokens += usage.prompt_tokens
         session.cached_tokens += usage.cached_tokens

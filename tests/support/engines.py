@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdserve.config import TiersConfig
+from pdserve.config import SessionLeaseConfig, TiersConfig
 from pdserve.errors import PdserveError
 from pdserve.model import prefix_hash
 from pdserve.types import SamplingParams
@@ -49,6 +49,7 @@ def settings(
     kv: ConnectorConfig | None = None,
     instance_id: str = "",
     tiers: TiersConfig | None = None,
+    session_lease: SessionLeaseConfig | None = None,
     **engine_args: Any,
 ) -> VllmSettings:
     """Return settings of a test engine: a small KV cache, and float32, so that rounding does not
@@ -61,6 +62,7 @@ def settings(
         kv=kv,
         instance_id=instance_id,
         tiers=tiers or TiersConfig(),
+        session_lease=session_lease or SessionLeaseConfig(),
         engine_args=args,
     )
 
@@ -209,6 +211,7 @@ class EngineProcess:
         request_id: str = "",
         adapter: str = "",
         media: Sequence[MediaItem] = (),
+        next_turn_s: float | None = None,
     ) -> int:
         """Submit work and return its stream id."""
         stream_id = next(self._ids)
@@ -221,6 +224,7 @@ class EngineProcess:
             resume_token_ids=tuple(resume),
             adapter=adapter,
             media=tuple(media),
+            next_turn_s=next_turn_s,
         )
         self._answers[stream_id] = EngineAnswer()
         write_frame(self._writer, ("submit", work))
@@ -259,10 +263,17 @@ class EngineProcess:
         resume: Sequence[int] = (),
         adapter: str = "",
         media: Sequence[MediaItem] = (),
+        next_turn_s: float | None = None,
     ) -> EngineAnswer:
         """Submit work and wait for its end."""
         stream_id = self.submit(
-            prompt, sampling, phase, resume=resume, adapter=adapter, media=media
+            prompt,
+            sampling,
+            phase,
+            resume=resume,
+            adapter=adapter,
+            media=media,
+            next_turn_s=next_turn_s,
         )
         return await self.collect(stream_id)
 

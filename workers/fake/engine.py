@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from kv_transfer.protocol.snapshot import KvState
+from pdserve.config import SessionLeaseConfig
 from pdserve.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -63,6 +64,7 @@ from workers.fake.link import FakeKv
 from workers.fake.render import render
 from workers.fake.settings import FakeSettings, matches
 from workers.metering.accounting import BusyTime, StepWork
+from workers.session_leases import SessionLeases
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -199,19 +201,24 @@ class _Transfer:
 
 class PrefixCache(CacheMirror):
     """A prefix cache of `max_blocks`, whose keys are the chain hashes. As vLLM's cache it evicts
-    the least recently used blocks, and the last blocks of a prompt before its first. State: all
-    blocks, the least recently used first."""
+    the least recently used blocks, and the last blocks of a prompt before its first; those under
+    `leases` after all others. State: the others and the leased ones, the least recently used first.
+    """
 
-    def __init__(self, name: str, block_size: int, max_blocks: int) -> None:
+    def __init__(
+        self, name: str, block_size: int, max_blocks: int, leases: SessionLeases | None = None
+    ) -> None:
         super().__init__(name, block_size)
         self._max_blocks = max_blocks
         self._recent: OrderedDict[int, None] = OrderedDict()
+        self._leased: OrderedDict[int, None] = OrderedDict()
+        self.leases = leases or SessionLeases(0, 0.0)
 
     def hit(self, work: Work) -> int:
         """Return how many tokens of the prompt need not be computed."""
         count = prefix_hash.usable_blocks(len(work.prompt_token_ids), self._block_size)
         chain = self._chain(work, work.prompt_token_ids, count)
-        return sum(x in self._recent for x in chain) * self._block_size
+        return sum(x in self for x in chain) * self._block_size
 
     def keep(self, work: Work, generated: Iterable[int] = ()) -> None:
         """Cache the blocks of a prompt that was computed or received, and of tokens after it."""
@@ -219,11 +226,30 @@ class PrefixCache(CacheMirror):
         chain = self._chain(work, token_ids, self._max_blocks)
         cached, media = token_ids[: len(chain) * self._block_size], self._media_of(work)
         self.store(chain, None, cached, work.adapter, work.cache_salt, media)
-        for chain_hash in reversed(chain):
-            self._recent[chain_hash] = None
-            self._recent.move_to_end(chain_hash)
-        while len(self._recent) > self._max_blocks:
-            self.remove(self._recent.popitem(last=False)[0])
+        for chain_hash in chain:
+            self._place(self.leases.touched(chain_hash))
+        self._place(reversed(chain))
+        while len(self._recent) + len(self._leased) > self._max_blocks:
+            evicted, _ = (self._recent or self._leased).popitem(last=False)
+            self.leases.taken(evicted)
+            self.remove(evicted)
+
+    def lease(self, work: Work, generated: Iterable[int], now: float) -> None:
+        """Put the cached blocks of a session's turn that has ended under a lease."""
+        token_ids = (*work.prompt_token_ids, *generated)
+        blocks = [x for x in reversed(self._chain(work, token_ids, self._max_blocks)) if x in self]
+        self._place(self.leases.grant(blocks, now, work.next_turn_s or 0.0))
+        self._place(blocks)
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time is over."""
+        self._place(self.leases.expire(now))
+
+    def _place(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._recent.pop(block, None)
+            self._leased.pop(block, None)
+            (self._leased if block in self.leases else self._recent)[block] = None
 
     def _chain(self, work: Work, token_ids: tuple[int, ...], count: int) -> list[int]:
         root, media = self.root(work.adapter, work.cache_salt), self._media_of(work)
@@ -245,9 +271,11 @@ class FakeEngine:
         kv: ConnectorConfig | None = None,
         instance_id: str = "",
         lockstep: FakeLockstep | None = None,
+        session_lease: SessionLeaseConfig | None = None,
     ) -> None:
         """Without `kv`, KV cannot leave the engine; with it, peers know it by `instance_id`. The
         engine steps together with those that have the same `lockstep`."""
+        lease = session_lease or SessionLeaseConfig()
         if info.vocab_size < model.MIN_VOCAB_SIZE:
             raise ConfigError(
                 f"vocab_size must be at least {model.MIN_VOCAB_SIZE}", field="vocab_size"
@@ -268,7 +296,9 @@ class FakeEngine:
         self._gone: OrderedDict[str, str] = OrderedDict()  # why transfers ended
         self._cache: PrefixCache | None = None
         if settings.prefix_cache:
-            self._cache = PrefixCache(info.name, settings.block_size, settings.total_blocks)
+            total = settings.total_blocks
+            leases = SessionLeases(int(lease.share * total), lease.max_s)
+            self._cache = PrefixCache(info.name, settings.block_size, total, leases)
         self._steps = 0
         self._step_s = 0.0  # of the step under way
         self.busy = BusyTime()
@@ -380,7 +410,7 @@ class FakeEngine:
     def load(self) -> WorkerLoad:
         total = self._settings.total_blocks
         waits_for_room = bool(self._waiting) and not self.ledger().pinned_blocks
-        return WorkerLoad(
+        load = WorkerLoad(
             num_waiting_reqs=len(self._waiting) + len(self._receiving),
             num_running_reqs=len(self._running),
             kv_cache_usage=(total - self._free) / total,
@@ -389,6 +419,7 @@ class FakeEngine:
             has_work=bool(self._running) or waits_for_room,
             step_allowance_s=4 * self._step_s,
         )
+        return load if self._cache is None else self._cache.leases.added_to(load)
 
     def ledger(self) -> KvLedger:
         if self._is_over:
@@ -467,6 +498,8 @@ class FakeEngine:
         """Make one step. Return False if there is nothing to do until something happens."""
         if self._lockstep is not None:
             await self._lockstep.between_rounds()
+        if self._cache is not None:
+            self._cache.expire(self._now())
         self._admit()
         if not (self._running or self._ended):
             return False
@@ -565,6 +598,8 @@ class FakeEngine:
         self._free += sequence.blocks
         if self._cache is not None and delta.error is None:
             self._cache.keep(work, sequence.generated[:-1])
+            if work.next_turn_s is not None and not isinstance(work.phase, PrefillPhase):
+                self._cache.lease(work, sequence.generated[:-1], self._now())
         return delta
 
     def _encoded(self, delta: StreamDelta, sequence: Sequence) -> StreamDelta:

@@ -66,7 +66,7 @@ from workers.engine import (
     check_work,
     ended_by,
 )
-from workers.vllm import cache, media, sampling
+from workers.vllm import cache, leased_blocks, media, sampling
 from workers.vllm.args import (
     check_on_cpu,
     is_cross_encoder,
@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from pdserve.types import Adapter, TransferReport
     from workers.engine import CacheChange, Work
     from workers.metering.accounting import BusyTime
+    from workers.vllm.leased_blocks import BlockLeases
     from workers.vllm.settings import VllmSettings
 
 KvLook = Callable[[], "KvSnapshot"]
@@ -105,12 +106,14 @@ _FIELDS = {"prompt": "prompt_token_ids", "structured_outputs": "structured_outpu
 
 @dataclass(slots=True)
 class _EngineRequest:
-    """An open request. `state` is vLLM's RequestState, `submitted` a monotonic time."""
+    """An open request. `state` is vLLM's RequestState, `submitted` a monotonic time. `turn` is the
+    scheduler's Request, if a lease of a session may follow it."""
 
     work: Work
     vllm_id: str
     state: Any
     submitted: float
+    turn: Any
     transfer: TransferReport | None = None
 
 
@@ -168,6 +171,7 @@ class VllmCore:
         self._idle = IdleSteps(in_flight=core.batch_queue_size)
         self._executor_died = ""  # how, once it has
         self._busy = busy
+        self._leases: BlockLeases | None = None  # none before the self-test
         try:
             self.info = self._describe(settings)
             self.load = self._read_load()
@@ -191,6 +195,7 @@ class VllmCore:
             # From here on steps count as work, and the prefix cache is reported.
             self.steps = StepWatch(self._scheduler, busy, self._runner_half)
             self._cache_events = cache.watch(self._scheduler, config, settings.model_names[0])
+            self._leases = leased_blocks.watch(self._scheduler, settings.session_lease)
             self._executor.register_failure_callback(self._note_executor_death)
         except BaseException:
             self.close()
@@ -296,8 +301,10 @@ class VllmCore:
         running, waiting = self._scheduler.get_request_counts()
         usage, total = self._scheduler.get_kv_cache_usage(), self.info.total_blocks
         load_s = tier_token_s(self._scheduler.get_kv_connector())
-        free = round((1.0 - usage) * total)
-        return WorkerLoad(waiting, running, usage, free, tier_token_s=load_s)
+        load = WorkerLoad(
+            waiting, running, usage, round((1.0 - usage) * total), tier_token_s=load_s
+        )
+        return load if self._leases is None else self._leases.table.added_to(load)
 
     def _has_runnable(self) -> bool:
         """Return whether a step could compute something: not for requests that wait for KV, for a
@@ -380,7 +387,10 @@ class VllmCore:
                 self._embeddings.refuse(work.phase.transfer_id, len(work.media))
             return [_refusal(work, error)]
         state = self._engine.output_processor.request_states[vllm_id]
-        stream = self._streams[work.stream_id] = _EngineRequest(work, vllm_id, state, submitted)
+        is_turn = self._leases is not None and work.next_turn_s is not None
+        turn = self._scheduler.requests.get(vllm_id) if is_turn else None
+        stream = _EngineRequest(work, vllm_id, state, submitted, turn)
+        self._streams[work.stream_id] = stream
         if isinstance(phase, PoolingPhase):
             return []
         if stopped := sampling.feed(state, work.resume_token_ids):
@@ -457,6 +467,8 @@ class VllmCore:
     def step(self) -> list[StreamDelta]:
         """Make one step; return the deltas of all requests in it."""
         self.steps.begin(has_work=self._has_runnable())
+        if self._leases is not None:
+            self._leases.expire()
         outputs = self._engine.step()
         deltas = [self._delta(output) for output in outputs]
         deltas += self._take_arrivals()
@@ -531,6 +543,8 @@ class VllmCore:
                 else:
                     # The scheduler saw an end by max_tokens before the stop string was found.
                     self._connector.release(stream.vllm_id)
+            elif self._leases is not None and stream.turn is not None:
+                self._leases.grant(stream.turn, work.next_turn_s or 0.0)
         return StreamDelta(
             stream_id=work.stream_id,
             token_ids=tuple(made.token_ids),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from pdserve.config import TiersConfig
+from pdserve.config import SessionLeaseConfig, TiersConfig
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class VllmSettings:
     instance_id: str = ""
     encodes: bool = False
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    session_lease: SessionLeaseConfig = field(default_factory=SessionLeaseConfig)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=Nodes)
     group: DataParallel = field(default_factory=DataParallel)

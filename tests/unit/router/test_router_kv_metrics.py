@@ -90,11 +90,22 @@ def test_a_report_is_shown_until_the_worker_is_lost(fleet: Fleet) -> None:
 
 def test_load_is_shown_for_every_worker_that_reported_it(fleet: Fleet) -> None:
     assert samples(fleet, "pdserve_worker_") == []
-    load = WorkerLoad(num_waiting_reqs=2, num_running_reqs=5, kv_cache_usage=0.25, free_blocks=48)
+    load = WorkerLoad(
+        num_waiting_reqs=2,
+        num_running_reqs=5,
+        kv_cache_usage=0.25,
+        free_blocks=48,
+        session_blocks=9,
+        session_leases_ended={"expired": 3},
+    )
     assert fleet.renew("d", "e1", load=load, draining=False)
     shown = [
         f"pdserve_worker_num_running_reqs{DECODE} 5.0",
         f"pdserve_worker_num_waiting_reqs{DECODE} 2.0",
         f"pdserve_worker_kv_cache_usage{DECODE} 0.25",
+        f"pdserve_worker_session_blocks{DECODE} 9.0",
+        "pdserve_worker_session_leases_ended_total"
+        + DECODE.replace(",role", ',reason="expired",role')
+        + " 3.0",
     ]
     assert samples(fleet, "pdserve_worker_") == shown

@@ -77,3 +77,26 @@ def test_without_a_lifetime_nothing_is_kept() -> None:
     sessions.answered(turn(), Usage(1, 1, 0), WORKERS)
     sessions.answered(turn(""), Usage(1, 1, 0), WORKERS)
     assert len(sessions) == 0
+
+
+def test_the_next_turn_is_expected_within_the_time_that_few_pauses_exceed() -> None:
+    clock = Clock()
+    sessions = Sessions(clock, idle_s=1000.0)
+
+    def take_turn(pause_s: float, session: str, tenant: str = "") -> float:
+        clock.now += pause_s
+        expected_s = sessions.arrived(turn(session, tenant))
+        # A second request of the session, of an agent's agent, is no pause.
+        assert sessions.arrived(turn(session, tenant)) == expected_s
+        clock.now += 100.0
+        sessions.answered(turn(session, tenant), Usage(100, 20, 0), WORKERS)
+        return expected_s
+
+    assert take_turn(0.0, "a") == 0.0, "nothing is known"
+    assert take_turn(8.0, "a") == 8.0 + 4 * 4.0
+    assert take_turn(8.0, "a") == 8.0 + 4 * 3.0, "they are regular"
+    # Of a new session the tenant's others tell, not those of another tenant.
+    assert take_turn(0.0, "b", tenant="other") == 0.0
+    assert take_turn(0.0, "b") == 8.0 + 4 * 3.0
+    assert take_turn(40.0, "b") == 40.0 + 4 * 20.0, "it is known to be slower"
+    assert 8.0 + 4 * 3.0 < take_turn(0.0, "c") < 40.0 + 4 * 20.0

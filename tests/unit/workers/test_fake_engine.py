@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec import structs
 
+from pdserve.config import SessionLeaseConfig
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
@@ -119,6 +120,29 @@ async def test_cached_kv_is_copied_without_being_computed_and_else_not_at_all() 
         assert [*token_ids(computed), *token_ids(received)] == WHOLE
         assert computed[-1].report is not None
         assert computed[-1].report.cached_tokens == 32
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+async def test_the_history_of_a_session_is_evicted_after_the_blocks_of_others(share: float) -> None:
+    settings = structs.replace(SMALL, prefix_cache=True)
+    lease = SessionLeaseConfig(share=share)
+    async with (
+        running_worker(engine=FakeEngine(MODEL, settings, session_lease=lease)) as server,
+        FakeRouter(server) as router,
+    ):
+        await router.submit(1, tokens=PROMPT, next_turn_s=0.0)
+        made = token_ids(await router.finish(1))
+        for number in range(2, 6):
+            await router.submit(number, tokens=[number, *PROMPT])
+            await router.finish(number)
+        load = server.service.load()
+        assert load is not None
+        assert load.session_blocks == (2 if share else 0)
+        await router.submit(9, tokens=[*PROMPT, *made, 5, 6, 7], next_turn_s=0.0)
+        report = (await router.finish(9))[-1].report
+        assert report is not None
+        assert report.cached_tokens == (32 if share else 0)
+        await router.until_empty()
 
 
 async def test_prefill_may_end_before_decode_asks() -> None:

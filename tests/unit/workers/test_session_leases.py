@@ -1,0 +1,89 @@
+"""Which blocks are under the lease of a session, and until when."""
+
+from __future__ import annotations
+
+import pytest
+
+from workers.session_leases import SessionLeases
+
+
+def leases(most: int = 10, max_s: float = 60.0) -> SessionLeases:
+    return SessionLeases(most, max_s)
+
+
+def ended(table: SessionLeases) -> dict[str, int]:
+    return {reason: count for reason, count in table.ended.items() if count}
+
+
+def test_a_lease_lasts_until_the_next_turn_is_expected_and_not_longer_than_the_maximum() -> None:
+    table = leases(max_s=60.0)
+    assert table.grant([3, 2, 1], now=0.0, expected_s=5.0) == []
+    table.grant([13, 12], now=0.0, expected_s=100.0)
+    table.grant([23, 22], now=1.0, expected_s=0.0)  # not known
+    assert table.blocks == 7
+    assert table.expire(4.9) == []
+    assert table.expire(5.0) == [3, 2, 1]
+    assert table.expire(60.0) == [13, 12]
+    assert 22 in table
+    assert table.expire(61.0) == [23, 22]
+    assert (table.blocks, ended(table)) == (0, {"expired": 3})
+
+
+def test_a_block_of_two_sessions_is_released_with_the_last_one() -> None:
+    table = leases()
+    table.grant([3, 2, 1], now=0.0, expected_s=5.0)
+    table.grant([13, 2, 1], now=0.0, expected_s=9.0)
+    assert table.blocks == 4
+    assert table.expire(5.0) == [3]
+    assert table.expire(9.0) == [13, 2, 1]
+
+
+def test_the_next_turn_ends_the_lease_and_a_request_with_a_part_of_the_prefix_does_not() -> None:
+    table = leases()
+    table.grant([3, 2, 1], now=0.0, expected_s=5.0)
+    assert table.touched(1) == table.touched(2) == table.touched(9) == []
+    assert table.touched(3) == [3, 2, 1]
+    assert (table.blocks, ended(table)) == (0, {"returned": 1})
+
+
+def test_a_turn_that_shares_no_used_block_replaces_the_one_before_it() -> None:
+    table = leases()
+    table.grant([3, 2, 1], now=0.0, expected_s=5.0)
+    assert table.grant([5, 4, 3, 2, 1], now=1.0, expected_s=5.0) == []
+    assert (table.blocks, ended(table)) == (5, {"returned": 1})
+    assert table.expire(5.0) == []
+
+
+def test_the_turns_that_ended_first_leave_when_the_budget_is_full() -> None:
+    table = leases(most=6)
+    table.grant([3, 2, 1], now=0.0, expected_s=50.0)
+    table.grant([13, 12], now=1.0, expected_s=5.0)
+    assert table.grant([23, 22, 21], now=2.0, expected_s=5.0) == [3, 2, 1]
+    assert (table.blocks, ended(table)) == (5, {"budget": 1})
+
+
+def test_a_turn_longer_than_the_budget_keeps_its_first_blocks() -> None:
+    table = leases(most=2)
+    table.grant([3, 2, 1], now=0.0, expected_s=5.0)
+    assert [block in table for block in (1, 2, 3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("blocks", [[], [1]])
+def test_there_is_no_lease_without_blocks_or_budget(blocks: list[int]) -> None:
+    table = leases(most=0 if blocks else 10)
+    assert table.grant(blocks, now=0.0, expected_s=5.0) == []
+    assert (table.blocks, table.expire(100.0), ended(table)) == (0, [], {})
+
+
+def test_blocks_that_were_taken_are_forgotten_and_the_rest_stays_under_the_lease() -> None:
+    table = leases()
+    table.grant([3, 2, 1], now=0.0, expected_s=5.0)
+    table.grant([13, 2, 1], now=0.0, expected_s=5.0)
+    for block in (3, 2, 7):
+        table.taken(block)
+    assert (table.blocks, ended(table)) == (2, {})
+    assert table.touched(1) == []  # the deepest block of the first one; the second has it too
+    assert ended(table) == {"returned": 1}
+    for block in (13, 1):
+        table.taken(block)
+    assert (table.blocks, ended(table)) == (0, {"returned": 1, "pressure": 1})
