@@ -92,8 +92,9 @@ class Driver:
         block.
         """
         with self.lock:
-            self._queue(decide(time.monotonic()))
-        self._flush()
+            is_queued = self._queue(decide(time.monotonic()))
+        if is_queued:  # else an engine that takes results would send what another thread has queued
+            self._flush()
 
     def write(self, link: Link) -> None:
         """Writer thread: send the link's queued items, waiting for the peer."""
@@ -172,9 +173,10 @@ class Driver:
 
     # -- inside
 
-    def _queue(self, actions: Iterable[Action[Link]]) -> None:
+    def _queue(self, actions: Iterable[Action[Link]]) -> bool:
         """Queue actions on their links. The caller holds the lock, and then calls `_flush` or wakes
-        the writers."""
+        the writers, if this returns True."""
+        is_queued = False
         for action in actions:
             if isinstance(action, Release):
                 self._released.add(action.request_id)
@@ -183,8 +185,10 @@ class Driver:
             else:
                 action.link.queue(action.message if isinstance(action, Send) else action)
                 self._queued.add(action.link)
+                is_queued = True
         if self._released or self.consumer.has_outcomes:
             self.wakeup.set()
+        return is_queued
 
     def _flush(self) -> None:
         """Send queued items without blocking; writer threads send the rest. Sending here is faster

@@ -178,25 +178,21 @@ class CopyPlan:
 
     def reads(self, producer: Ranks, transfer_id: str) -> tuple[Read, ...]:
         """Return the reads of this consumer rank from a producer."""
-        return self._reads(producer, transfer_id)[self.rank]
+        return _route(self, producer, self._spread(producer, transfer_id))[0]
 
     def declines(self, producer: Ranks, transfer_id: str) -> tuple[int, ...]:
         """Return the producer ranks that no consumer rank reads and that this rank must notify."""
-        plan = self._reads(producer, transfer_id)
-        read = {each.producer_rank for reads in plan for each in reads}
-        return tuple(rank for rank in self.notifies(len(producer)) if rank not in read)
+        return _route(self, producer, self._spread(producer, transfer_id))[1]
 
     def notifies(self, producer_ranks: int) -> range:
         """Return the producer ranks that this rank notifies on behalf of all consumer ranks."""
         return range(self.rank, producer_ranks, len(self.own))
 
-    def _reads(self, producer: Ranks, transfer_id: str) -> tuple[tuple[Read, ...], ...]:
-        spread = 0
+    def _spread(self, producer: Ranks, transfer_id: str) -> int:
+        """Return what selects among producer ranks that hold the same head: a hash of the id."""
         if any(producer.tp > shard.num_kv_heads for shard in self.shards):
-            # Several producer ranks hold the same head: select one by a hash of the id.
-            spread = zlib.crc32(transfer_id.encode("utf-8", "surrogatepass"))
-        shards = tuple(replace(shard, rank=0, stage=0) for shard in self.shards)
-        return _plan(shards, producer, spread)
+            return zlib.crc32(transfer_id.encode("utf-8", "surrogatepass")) % producer.tp
+        return 0
 
 
 def _offset_in(held: range, wanted: Sequence[int], name: str) -> int:
@@ -211,6 +207,19 @@ def _offset_in(held: range, wanted: Sequence[int], name: str) -> int:
             f" (this rank holds {held.start}-{held.stop - 1})"
         )
     return first - held.start
+
+
+@lru_cache(maxsize=1024)
+def _route(
+    plan: CopyPlan, producer: Ranks, spread: int
+) -> tuple[tuple[Read, ...], tuple[int, ...]]:
+    """Return what `plan.reads` and `plan.declines` return. They are on the path of each transfer,
+    before anything is sent."""
+    shards = tuple(replace(shard, rank=0, stage=0) for shard in plan.shards)
+    of_ranks = _plan(shards, producer, spread)
+    read = {each.producer_rank for reads in of_ranks for each in reads}
+    declined = (rank for rank in plan.notifies(len(producer)) if rank not in read)
+    return of_ranks[plan.rank], tuple(declined)
 
 
 @lru_cache(maxsize=64)
