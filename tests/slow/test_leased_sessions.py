@@ -11,6 +11,7 @@ from kv_transfer.settings import ConnectorConfig
 from pdserve.config import SessionLeaseConfig
 from tests.support.engine_pair import BLOCK, params, prompt
 from tests.support.engines import EngineProcess, settings
+from tests.support.model_kinds import make_kind
 from workers.engine import PrefillPhase
 
 if TYPE_CHECKING:
@@ -112,3 +113,30 @@ async def test_turns_find_their_history_cached_and_no_request_waits_for_it(
     assert copied.error is None
     for engine in (small, prefill):
         await engine.until_empty()
+
+
+async def test_a_turn_of_a_model_with_windows_keeps_what_the_next_one_looks_up(
+    tmp_path: Path,
+) -> None:
+    """The next turn needs all blocks of one kind of layers, and of the other the last window."""
+    model = await make_kind(tmp_path / "model", "Gemma-2")
+    engine = await EngineProcess.start(
+        settings(
+            model,
+            session_lease=SessionLeaseConfig(max_s=LONG_S),
+            kv_cache_memory_bytes=6 << 20,
+            max_num_batched_tokens=256,
+            max_model_len=600,
+        )
+    )
+    try:
+        first = prompt(400)
+        made = (await engine.run(first, params(), next_turn_s=LONG_S)).token_ids
+        for seed in range(1, 2 + engine.info.total_blocks // 13):
+            await engine.run(prompt(400, seed), params())
+        second = await engine.run([*first, *made, *prompt(30)], params())
+        assert second.report is not None
+        assert second.report.cached_tokens == 12 * BLOCK
+        await engine.until_empty()
+    finally:
+        await engine.close()

@@ -131,13 +131,15 @@ class BlockLeases:
 
     def grant(self, request: Request, expected_s: float) -> None:
         """Lease what is cached of a request that has ended. Its blocks may be free or not yet."""
+        size = max(group.block_size for group in self._groups)
+        tokens = (request.num_tokens - 1) // size * size  # the last one has no KV
         found: list[int] = []
         for number, group in enumerate(self._groups):
             hashes = resolve_block_hashes(
                 request.block_hashes, self._pool.hash_block_size, group.block_size
             )
             # What has left a window is no use to the next turn.
-            first = group.get_num_skipped_tokens(request.num_tokens) // group.block_size
+            first = group.get_num_skipped_tokens(tokens) // group.block_size
             found += [
                 cached[0].block_id
                 for index in range(len(hashes) - 1, first - 1, -1)
