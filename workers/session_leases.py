@@ -8,7 +8,7 @@ waits for one, and a lease that is left over costs nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,8 @@ class _Lease:
     __slots__ = ("blocks", "ends_at")
 
     def __init__(self, blocks: Sequence[int], ends_at: float) -> None:
-        self.blocks: dict[int, None] = dict.fromkeys(blocks)
+        # A dict would take ever longer to find its first key while the first ones are removed.
+        self.blocks: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
         self.ends_at = ends_at
 
     @property
@@ -88,8 +89,11 @@ class SessionLeases:
     def touched(self, block: int) -> list[int]:
         """A request uses `block` from the cache. The lease of a turn ends when its deepest block is
         used: by the next turn, or by a copy of it to another worker."""
-        found = [x for x in self._of_block.get(block, ()) if x.deepest == block]
-        return [released for x in found for released in self._end(x, "returned")]
+        released: list[int] = []
+        for lease in tuple(self._of_block.get(block, ())):
+            if lease.deepest == block:
+                released += self._end(lease, "returned")
+        return released
 
     def taken(self, block: int) -> None:
         """The engine gave `block`, which was free, to other tokens: no other block was left."""

@@ -64,8 +64,8 @@ class LeasedBlockQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
     def remove(self, block: KVCacheBlock) -> None:
         """Take a block out of the list, because a request uses it from the cache."""
         self._unlink(block)
-        if block.block_id in self.leases:
-            self.release(self.leases.touched(block.block_id))
+        if released := self.leases.touched(block.block_id):
+            self.release(released)
 
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
