@@ -50,6 +50,12 @@ pytestmark = [
 BLOCK, CHUNK = 16, 256
 # A cache that is enough for two of the longest sequences, and too small for ten usual ones.
 SMALL = {"block_size": BLOCK, "num_gpu_blocks_override": 130}
+RANKS = {
+    **SMALL,
+    "tensor_parallel_size": 2,
+    "worker_cls": "tests.support.engine_patches.skipped_kernels.Rank",
+    "disable_custom_all_reduce": True,
+}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 AT_ONCE = 10
 SEEDS = itertools.count(1)
@@ -95,6 +101,8 @@ class Engines:
             "CUDA_SHIM_DELAY_US": "500",
             "PDSERVE_TEST_CORRUPT_KV": str(self.orders),
             "PDSERVE_TEST_SKIPPED_KERNELS": str(self.preemptions),
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            "VLLM_DISABLE_PYNCCL": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
         return await EngineProcess.start(made, env=env)
@@ -241,6 +249,21 @@ async def test_a_killed_engine_leaves_nothing_at_its_peers(
     ids = prompt(300, next(SEEDS))
     assert (await pair.run(ids, sampling)).token_ids == answer(ids, 100)
     await pair.until_empty()
+
+
+async def test_two_ranks_exchange_with_one(pair: EnginePair, engines: Engines) -> None:
+    """Each rank has one of the two heads."""
+    ranks = await engines.start("ranks", engines.model, **RANKS)
+    try:
+        to = EnginePair(ranks, pair.decode, "ranks")
+        back = EnginePair(pair.prefill, ranks, "first")
+        for each, length in itertools.product((to, back), (1, BLOCK + 1, CHUNK + 1, 700)):
+            ids = prompt(length, next(SEEDS))
+            assert (await each.run(ids, params(20, ignore_eos=True))).token_ids == answer(ids, 20)
+        await to.until_empty()
+        await back.until_empty()
+    finally:
+        await ranks.close()
 
 
 @pytest.mark.parametrize("name", ["Gemma-2", "Granite-hybrid", "MTP"])

@@ -20,7 +20,9 @@ import torch
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms.cuda import CudaPlatform
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -85,9 +87,11 @@ class _Cache:
         self._group, self._split = group, region.split
         _, heads, self._tokens, words = self._layers[0].shape
         self._is_state = group.kind is GroupKind.STATE
-        block = (heads, self._tokens, words) if self._is_state else (heads, words)
-        shape = (len(self._layers), *block)
-        self._factors = (2 * np.arange(np.prod(shape), dtype=np.uint64) + 1).reshape(shape)
+        ranks, rank = get_tp_group().world_size, get_tp_group().rank_in_group
+        block = (self._tokens, words) if self._is_state else (words,)
+        shape = (len(self._layers), heads * ranks, *block)
+        whole = (2 * np.arange(np.prod(shape), dtype=np.uint64) + 1).reshape(shape)
+        self._factors = whole[:, heads * rank : heads * (rank + 1)]
 
     def _parts(self, tables: list[list[int]], words: Words, first: int) -> Iterator[Any]:
         """Yield (layer, index, values) of each layer for the tokens from `first` on, all of which
@@ -233,6 +237,22 @@ def _nothing(*_args: Any, **_named: Any) -> None:
     pass
 
 
+class Rank(gpu_worker.Worker):  # type: ignore[misc]
+    """The argument `worker_cls` of an engine with several ranks. Each rank has a process, and sees
+    one GPU. What it gives to a collective, it gets back: no kernel would have added to it."""
+
+    def init_device(self) -> None:
+        self.local_rank = 0
+        CudaPlatform.dist_backend = "gloo"
+        super().init_device()
+
+
+# vLLM looks for as many GPUs as there are ranks.
+CudaPlatform.device_count = classmethod(lambda _: 2)
+GroupCoordinator._all_reduce_out_place = lambda _, given: given
+GroupCoordinator._all_gather_out_place = lambda self, given, dim: torch.cat(
+    [given] * self.world_size, dim
+)
 JITFunction.run = _nothing
 Autotuner.run = _choose
 GPUModelRunner.execute_model = _noted_step
