@@ -3,7 +3,9 @@
 No GPU is used. The host's work of a chunk is measured with the code that drives GPUs, over a small
 KV cache in host memory and a CUDA runtime that does nothing. "staging" is the way of two caches
 that lay out a block differently: the reader thread waits for each chunk. "runs" is that of equal
-layouts: the copy engines copy from block to block, and several chunks are in flight.
+layouts: the copy engines copy from block to block, and several chunks are in flight. "undigested"
+is the same for a chunk of which no block has a digest: with `worker.kv.digest_one_in` above the
+blocks of a chunk, that is most of them.
 
 The rest is assumed: kernels start in 2.5 us, GPU memory moves 2.5 TB/s, and a wait that wakes a
 thread costs 30 us. A link is filled to what the slowest of host, link and GPU memory leaves of it;
@@ -22,6 +24,7 @@ import torch
 from benchmarks.stats import alternate, compare
 from kv_transfer.cache.cuda_runtime import CudaRuntime
 from kv_transfer.cache.gpu_memory import DeviceRegion
+from kv_transfer.cache.host_memory import checked_blocks
 
 if TYPE_CHECKING:
     import argparse
@@ -42,7 +45,11 @@ class _Way(NamedTuple):
     waits: bool
 
 
-WAYS: Final = {"staging": _Way(10, 7, waits=True), "runs": _Way(7, 7, waits=False)}
+WAYS: Final = {
+    "staging": _Way(10, 7, waits=True),
+    "runs": _Way(7, 7, waits=False),
+    "undigested": _Way(2, 1, waits=False),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,14 +68,17 @@ async def run(
         "staging": DeviceRegion(_views()),
         "runs": DeviceRegion(_views(), cuda=CudaRuntime(_Nothing())),
     }
+    sources["undigested"] = sources["runs"]
     read, written = list(range(args.blocks)), list(range(BLOCKS - args.blocks, BLOCKS))
+
+    checked = {"undigested": checked_blocks(1, args.blocks, args.blocks + 1)}
 
     async def measure(way: str, number: int) -> float:
         progress.step(f"round {number}, {way}")
         times = []
         for _ in range(REPEATS):
             begun = time.perf_counter()
-            own.begin_copy(sources[way], read, written).wait()
+            own.begin_copy(sources[way], read, written, checked.get(way)).wait()
             times.append(time.perf_counter() - begun)
         return statistics.median(times)
 

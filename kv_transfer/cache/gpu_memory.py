@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from kv_transfer.cache.geometry import KvGeometry
-from kv_transfer.cache.host_memory import ROW_BYTES, KvRegion, fold_digests
+from kv_transfer.cache.host_memory import ROW_BYTES, KvRegion, SampledDigests, fold_digests
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.settings import DEVICE_COPIES
 
@@ -213,7 +213,13 @@ class DeviceRegion(KvRegion):
     def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> bytes:
         return self.begin_copy(source, source_ids, own_ids).wait()
 
-    def begin_copy(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> BlockCopy:
+    def begin_copy(
+        self,
+        source: KvRegion,
+        source_ids: list[int],
+        own_ids: list[int],
+        checked: range | None = None,
+    ) -> BlockCopy:
         """Enqueue a copy of blocks from a mapped peer's cache, and their digests.
 
         Where both ends hold a block as the same run of bytes, the copy engines copy from block to
@@ -232,7 +238,7 @@ class DeviceRegion(KvRegion):
             try:
                 if layout is not None and layout == self.block_layout:
                     self._copy_runs(source, source_ids, own_ids)
-                    return self._begin_digests(own_ids)
+                    return self._begin_digests(own_ids, checked)
                 staging = self._staging(len(own_ids))
                 source.gather(source_ids, staging)
                 sums = self._sums_of(staging)
@@ -246,12 +252,18 @@ class DeviceRegion(KvRegion):
         """Return the digests of the blocks, as host_memory.py defines them."""
         return self.begin_digests(block_ids).wait()
 
-    def begin_digests(self, block_ids: list[int]) -> BlockCopy:
+    def begin_digests(self, block_ids: list[int], checked: range | None = None) -> BlockCopy:
         """Enqueue what `digests` computes."""
         with _copying, self.side_stream():
-            return self._begin_digests(block_ids)
+            return self._begin_digests(block_ids, checked)
 
-    def _begin_digests(self, block_ids: list[int]) -> _DeviceCopy:
+    def _begin_digests(self, block_ids: list[int], checked: range | None) -> BlockCopy:
+        if checked is not None:
+            some = self._begin_digests([block_ids[n] for n in checked], None)
+            return SampledDigests(some, checked, len(block_ids))
+        if not block_ids:  # it still ends behind the copies
+            none = torch.empty((2, 0, _LANES), dtype=torch.int64, device=self.views[0].device)
+            return _DeviceCopy(none)
         if self._runs is not None:
             if not self.geometry.has_blocks(block_ids):
                 raise KvTransferError("a block id is outside its KV cache")
@@ -347,6 +359,8 @@ class _DeviceCopy:
     def wait(self) -> bytes:
         if self._event is not None:
             self._event.synchronize()
+        if not self._sums.shape[1]:
+            return b""
         return fold_digests(*self._sums.numpy().view(np.uint64))
 
 

@@ -87,6 +87,32 @@ class EndedCopy:
         return self.digests
 
 
+def checked_blocks(first: int, count: int, one_in: int) -> range | None:
+    """Return the positions of those of `count` blocks that have digests, or None if all have: every
+    `one_in`-th of the sequence, of which these are the blocks from `first` on."""
+    return None if one_in == 1 else range(-first % one_in, count, one_in)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledDigests:
+    """The digests that `copy` makes of some of `count` blocks, with zeros for the others."""
+
+    copy: BlockCopy
+    checked: range
+    count: int
+
+    @property
+    def has_ended(self) -> bool:
+        return self.copy.has_ended
+
+    def wait(self) -> bytes:
+        made, some = bytearray(DIGEST_BYTES * self.count), self.copy.wait()
+        for place, n in enumerate(self.checked):
+            at = DIGEST_BYTES * place
+            made[DIGEST_BYTES * n : DIGEST_BYTES * (n + 1)] = some[at : at + DIGEST_BYTES]
+        return bytes(made)
+
+
 class KvRegion:
     """The bytes of a KV cache, addressed by page. Does not own the memory."""
 
@@ -156,8 +182,15 @@ class KvRegion:
         self._array()[:, own_ids] = read
         return _digests(read)
 
-    def begin_copy(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> BlockCopy:
-        """Start what `copy_from` does. Host memory is copied at once."""
+    def begin_copy(
+        self,
+        source: KvRegion,
+        source_ids: list[int],
+        own_ids: list[int],
+        checked: range | None = None,
+    ) -> BlockCopy:
+        """Start what `copy_from` does. Digests other than those at the positions `checked` may be
+        left out. Host memory is copied at once, with all digests."""
         return EndedCopy(self.copy_from(source, source_ids, own_ids))
 
     def digests(self, block_ids: list[int]) -> bytes:
@@ -169,8 +202,9 @@ class KvRegion:
             return _copy.digest(*self._pages_at(block_ids), g.num_layers, g.page_bytes)
         return _digests(self._array()[:, block_ids])
 
-    def begin_digests(self, block_ids: list[int]) -> BlockCopy:
-        """Start to compute `digests`. Those of host memory are computed at once."""
+    def begin_digests(self, block_ids: list[int], checked: range | None = None) -> BlockCopy:
+        """Start to compute `digests`, of which those that are not `checked` may be left out. Those
+        of host memory are computed at once."""
         return EndedCopy(self.digests(block_ids))
 
     def _check(self, block_ids: Sequence[int]) -> None:

@@ -17,10 +17,11 @@ part comes from another producer rank over its own link and fills other heads of
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
-from kv_transfer.cache.host_memory import DIGEST_BYTES
+from kv_transfer.cache.host_memory import DIGEST_BYTES, checked_blocks
 from kv_transfer.errors import ProtocolError
 from kv_transfer.protocol.messages import (
     Ack,
@@ -66,10 +67,12 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The destination of a chunk: these blocks, and this part of each page."""
+    """The destination of a chunk: these blocks, and this part of each page. Digests are needed of
+    the blocks at the positions `checked`; None: of all."""
 
     block_ids: list[int]
     part: PagePart
+    checked: range | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +116,7 @@ class Consumer(Generic[LinkT]):
     """All transfers that a worker receives. The caller holds one lock around each call."""
 
     receive_timeout_s: float
+    digest_one_in: int = 1
     timeouts: int = 0
     digest_mismatches: int = 0
     _transfers: dict[str, ReceiveTransfer[LinkT]] = field(default_factory=dict)
@@ -206,7 +210,9 @@ class Consumer(Generic[LinkT]):
             )
         part.begun_blocks = chunk.first + chunk.count
         part.writing += 1
-        return Place(block_ids, part.page_parts[place])
+        at = part.subscription.groups[place].first_block + start
+        checked = checked_blocks(at, chunk.count, self.digest_one_in)
+        return Place(block_ids, part.page_parts[place], checked)
 
     def end_chunk(
         self, link: LinkT, chunk: ChunkReady, now: float, seconds: float, digests: bytes
@@ -258,7 +264,9 @@ class Consumer(Generic[LinkT]):
             return self._fail(transfer, "the producer sampled no token", but=link)
         if transfer.token_ids not in ((), tuple(done.token_ids)):
             return self._fail(transfer, "the producer's ranks sampled different tokens", but=link)
-        if damaged := _differing(part.digests, done.digests):
+        # What both have digested, if the two workers are not set alike.
+        one_in = math.lcm(self.digest_one_in, 1 + done.undigested)
+        if damaged := _differing(part.subscription, part.digests, done.digests, one_in):
             return self._repeat(transfer, part, damaged)
         part.is_done = True
         report = TransferReport(
@@ -354,10 +362,19 @@ class Consumer(Generic[LinkT]):
         return sends
 
 
-def _differing(ours: bytes | bytearray, theirs: bytes) -> list[int]:
-    """Return the blocks whose digests differ."""
+def _differing(
+    subscription: Subscribe, ours: bytes | bytearray, theirs: bytes, one_in: int
+) -> list[int]:
+    """Return the blocks whose digests differ, of every `one_in`-th block of a sequence."""
     if ours == theirs:
         return []
-    step = DIGEST_BYTES
-    starts = range(0, len(ours), step)
-    return [n // step for n in starts if ours[n : n + step] != theirs[n : n + step]]
+    found, before, size = [], 0, DIGEST_BYTES
+    for each in subscription.groups:
+        count = len(each.block_ids)
+        checked = checked_blocks(each.first_block, count, one_in)
+        for n in range(count) if checked is None else checked:
+            at = size * (before + n)
+            if ours[at : at + size] != theirs[at : at + size]:
+                found.append(before + n)
+        before += count
+    return found

@@ -84,9 +84,14 @@ class ConsumerChannel(Channel):
     is_pull = False
 
     def receive(
-        self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
+        self,
+        chunk: ChunkReady,
+        block_ids: list[int] | None,
+        part: PagePart | None,
+        checked: range | None = None,
     ) -> BlockCopy:
-        """Write the chunk into these blocks, or start to. With None, discard it.
+        """Write the chunk into these blocks, or start to. With None, discard it. Digests other than
+        those at the positions `checked` may be left out.
 
         Runs on the link's reader thread, which waits for what is returned, in order. No write is in
         progress if this raises.

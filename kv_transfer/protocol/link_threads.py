@@ -128,7 +128,7 @@ class _Receiving:
             region = target_of(driver.local.regions, place.part)
             if chunk.size != region.size_bytes(chunk.count):
                 raise ProtocolError(f"{chunk.count} blocks are not {chunk.size} bytes")
-            copy = channel.receive(chunk, place.block_ids, place.part)
+            copy = channel.receive(chunk, place.block_ids, place.part, place.checked)
         except BaseException as error:
             self._abort(chunk, str(error))
             raise
@@ -209,7 +209,8 @@ def _begin_digests(
     begun = time.monotonic()
     digests: BlockCopy = EndedCopy(b"")
     try:
-        digests = source_of(driver.local.regions, blocks.part).begin_digests(blocks.block_ids)
+        region = source_of(driver.local.regions, blocks.part)
+        digests = region.begin_digests(blocks.block_ids, blocks.checked)
     except Exception:
         logger.exception("cannot compute the digests of transfer %s", transfer_id)
     return blocks, begun, digests

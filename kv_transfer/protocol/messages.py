@@ -162,12 +162,13 @@ class ChunkReady(KvMessage, frozen=True):
     block_ids: list[Count] = []
 
 
-class TransferDone(KvMessage, frozen=True, tag="done"):
+class TransferDone(KvMessage, frozen=True, tag="done", omit_defaults=True):
     """End a complete transfer. `token_ids` are the tokens that the producer sampled.
 
     `digests` has eight bytes for each block of the subscription (cache/host_memory.py), computed
     during the transfer. `transfer_s` is the time in which bytes moved, `exposed_s` the time since
-    the end of prefill.
+    the end of prefill. After each block of a sequence that has a digest, `undigested` have none. It
+    is on the wire only if it is not 0: workers of version 0.1 do not know it.
     """
 
     transfer_id: str
@@ -175,6 +176,7 @@ class TransferDone(KvMessage, frozen=True, tag="done"):
     digests: bytes
     transfer_s: Seconds
     exposed_s: Seconds
+    undigested: Count = 0
 
 
 class Fail(KvMessage, frozen=True):

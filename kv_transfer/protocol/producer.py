@@ -21,7 +21,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic
 
-from kv_transfer.cache.host_memory import DIGEST_BYTES
+from kv_transfer.cache.host_memory import DIGEST_BYTES, checked_blocks
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.messages import (
     Ack,
@@ -126,13 +126,15 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Undigested(Generic[LinkT]):
-    """Blocks that need digests: `block_ids`, starting at block `first` of the sequence."""
+    """Blocks that need digests: those of `block_ids` at the positions `checked`; None: all. They
+    start at block `first` of the sequence."""
 
     transfer: SendTransfer[LinkT]
     generation: int
     part: PagePart
     first: int
     block_ids: list[int]
+    checked: range | None = None
 
 
 @dataclass(slots=True)
@@ -180,12 +182,15 @@ class Producer(Generic[LinkT]):
         chunk_blocks: Mapping[int, int],
         lease_s: float,
         heartbeat_s: float,
+        digest_one_in: int = 1,
     ) -> None:
-        """`chunk_blocks`: for each group held here, the number of blocks per chunk."""
+        """`chunk_blocks`: for each group held here, the number of blocks per chunk.
+        `digest_one_in`: every so many-th block of a sequence has a digest."""
         self._plan = plan
         self.chunk_blocks = chunk_blocks
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
+        self._digest_one_in = digest_one_in
         self._transfers: dict[str, SendTransfer[LinkT]] = {}
         self._early: dict[str, list[Reader[LinkT]]] = {}
         self._early_items = 0
@@ -276,7 +281,8 @@ class Producer(Generic[LinkT]):
             if first < stop:
                 stop = min(stop, first + self.chunk_blocks[part.group])
                 block_ids = transfer.tables[group.table][first:stop]
-                return Undigested(transfer, transfer.generation, part, first, block_ids)
+                checked = checked_blocks(first, len(block_ids), self._digest_one_in)
+                return Undigested(transfer, transfer.generation, part, first, block_ids, checked)
         return None
 
     def begin_digests(self, of: Undigested[LinkT]) -> None:
@@ -586,6 +592,7 @@ class Producer(Generic[LinkT]):
                     digests,
                     reader.transfer_s,
                     max(0.0, now - transfer.ended_at),
+                    self._digest_one_in - 1,
                 )
                 actions.append(Send(reader.link, done))
         return actions

@@ -62,14 +62,19 @@ class MappedConsumer(ConsumerChannel):
         self.name = name
 
     def receive(
-        self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
+        self,
+        chunk: ChunkReady,
+        block_ids: list[int] | None,
+        part: PagePart | None,
+        checked: range | None = None,
     ) -> BlockCopy:
         if block_ids is None or part is None:
             return EndedCopy(b"")
         if len(chunk.block_ids) != len(block_ids):
             raise ProtocolError("a chunk of mapped memory without its blocks")
         peer = source_of(self._peer.regions, part)
-        return target_of(self._local.regions, part).begin_copy(peer, chunk.block_ids, block_ids)
+        region = target_of(self._local.regions, part)
+        return region.begin_copy(peer, chunk.block_ids, block_ids, checked)
 
     def close(self) -> None:
         self._peer.close()

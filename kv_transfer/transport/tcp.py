@@ -41,7 +41,11 @@ class TcpConsumer(ConsumerChannel):
         self._link = link
 
     def receive(
-        self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
+        self,
+        chunk: ChunkReady,
+        block_ids: list[int] | None,
+        part: PagePart | None,
+        checked: range | None = None,
     ) -> BlockCopy:
         if block_ids is None or part is None:
             rest, scratch = chunk.size, memoryview(bytearray(min(chunk.size, _DISCARD_BYTES)))

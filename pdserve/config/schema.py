@@ -514,6 +514,10 @@ class KvConfig(_Section, frozen=True):
     preempt_timeout_s: Seconds that an engine step waits for copies of preempted blocks before their
         links are closed.
     chunk_bytes: Blocks are sent, and digested, in chunks of about this size.
+    digest_one_in: Of so many blocks in GPU memory, one has a digest, which shows if it was damaged
+        on its way. 1: every block has one. Above 1, a transfer costs the host and the GPU less, and
+        damage to the other blocks is found only by what the link checks itself. Blocks in host
+        memory always have digests.
     nccl_budget_bytes: GPU memory of all NCCL communicators of a worker: for each peer 2 MiB to send
         to it and 10 MiB to receive from it, times `nccl_max_ctas`. Links beyond it take turns.
     nccl_max_ctas: Thread blocks of each NCCL communicator. More are faster, and take more from the
@@ -537,6 +541,7 @@ class KvConfig(_Section, frozen=True):
     send_timeout_s: Duration = 20.0
     preempt_timeout_s: Duration = 2.0
     chunk_bytes: Bytes = 16 << 20
+    digest_one_in: Annotated[int, Meta(ge=1, le=1024)] = 1
     nccl_budget_bytes: Bytes = 512 << 20
     nccl_max_ctas: Annotated[int, Meta(ge=1, le=32)] = 4
     encode_timeout_s: Duration = 10.0

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("msgspec")
 pytest.importorskip("grpc")
 
-from kv_transfer.cache.gpu_memory import device_region  # noqa: E402
+from kv_transfer.cache import cuda_runtime  # noqa: E402
+from kv_transfer.cache.gpu_memory import DeviceRegion, device_region  # noqa: E402
 from tests.support.gpu_caches import BLOCKS, LAYOUTS, missing_gpu, on_gpu, random_cache  # noqa: E402
 
 if TYPE_CHECKING:
@@ -38,6 +39,21 @@ def test_blocks_and_digests_are_those_of_the_cpu(layout: str, width: int, heads:
     assert theirs.narrowed(*part).digests(TO) == expected
     target[:, TO, :heads] = source[:, FROM, :heads]
     assert torch.equal(view.cpu(), target)
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+@pytest.mark.parametrize("checked", [range(1, 4, 2), range(5, 4, 8)], ids=["some", "none"])
+def test_digests_of_some_blocks_are_those_of_all(layout: str, checked: range) -> None:
+    """The copy has ended with them, also if there are none."""
+    _, ours = on_gpu(random_cache(1), layout)
+    ours = DeviceRegion(ours.views, ours.split, cuda=cuda_runtime.load())
+    _, theirs = on_gpu(random_cache(2), layout)
+    every = ours.digests(FROM)
+    made = theirs.begin_copy(ours, FROM, TO, checked).wait()
+    assert theirs.digests(TO) == every
+    for found in (made, ours.begin_digests(FROM, checked).wait()):
+        assert len(found) == len(every)
+        assert all(found[8 * n : 8 * n + 8] == every[8 * n : 8 * n + 8] for n in checked)
 
 
 def test_a_copy_does_not_wait_for_the_engines_next_step() -> None:

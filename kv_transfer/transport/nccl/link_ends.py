@@ -330,7 +330,11 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
     """The receiving end. Only receives posted here write to the KV cache."""
 
     def receive(
-        self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
+        self,
+        chunk: ChunkReady,
+        block_ids: list[int] | None,
+        part: PagePart | None,
+        checked: range | None = None,
     ) -> BlockCopy:
         region = None
         if part is not None:
@@ -354,7 +358,7 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
                     done += count
         if block_ids is None or region is None:
             return _Moving(self, runs, _no_digests)
-        return _Moving(self, runs, functools.partial(region.begin_digests, block_ids))
+        return _Moving(self, runs, functools.partial(region.begin_digests, block_ids, checked))
 
     def on_inner(self, body: bytes) -> None:
         """Handle a message of the producer outside of a chunk, on the link's reader thread."""

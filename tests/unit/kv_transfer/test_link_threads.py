@@ -49,7 +49,7 @@ class Channel:
     waits: list[int] = field(default_factory=list)
     most: int = 0  # in flight at once
 
-    def receive(self, chunk: ChunkReady, block_ids: Any, part: Any) -> Copy:
+    def receive(self, chunk: ChunkReady, block_ids: Any, part: Any, checked: Any = None) -> Copy:
         digest = bytes([chunk.first]) * DIGEST_BYTES * chunk.count
         self.copies.append(Copy(digest, self.waits, len(self.copies)))
         self.most = max(self.most, len(self.copies) - len(self.waits))
@@ -76,7 +76,7 @@ class Driver:
 
     def enter_thread(self) -> None: ...
 
-    def begin_digests(self, block_ids: list[int]) -> Copy:
+    def begin_digests(self, block_ids: list[int], checked: range | None) -> Copy:
         (block,) = block_ids
         return self.digesting.receive(ChunkReady("t", block, 1, PAGE), block_ids, None)
 

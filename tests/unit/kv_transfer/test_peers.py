@@ -51,21 +51,34 @@ def failure(source: KvWorker, target: KvWorker) -> str:
 
 
 class Damage:
-    """Sends the first `count` chunks with another block than their first."""
+    """Sends `count` chunks, after the first `after`, with another block than their first."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-        self.left = count
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, after: int = 0) -> None:
+        self.left, self.after = count, after
         for producer in (MappedProducer, TcpProducer):
             monkeypatch.setattr(producer, "send", self._send(producer.send))
 
     def _send(self, real: Any) -> Any:
         def send(channel: Any, chunk: ChunkReady, block_ids: list[int], part: Any) -> Any:
-            if self.left:
+            if self.after:
+                self.after -= 1
+            elif self.left:
                 self.left -= 1
                 block_ids = [0, *block_ids[1:]]
             return real(channel, chunk, block_ids, part)
 
         return send
+
+
+def test_every_block_in_host_memory_has_a_digest_although_a_gpu_would_sample(
+    kv_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = kv_workers.pair(chunk_bytes=geometry().block_bytes, digest_one_in=1024)
+    before = target.cache.blocks()
+    Damage(monkeypatch, 1, after=1)
+    transfer(source, target)
+    check_exact(source, target, before)
+    assert target.arrivals["d-t"].report.digest_mismatches == 1
 
 
 def test_a_damaged_chunk_is_sent_again_once(
