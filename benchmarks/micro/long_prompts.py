@@ -5,7 +5,8 @@ turn that adds 3 KB to it. `first` is the turn that no router has seen, sent by 
 `later` are the turns after it, each client's one after another. The routers and their servers are
 those of `router`: pdserve renders and tokenises, once, what the servers of vllm-router must each
 tokenise by themselves, which these mock servers do not. `direct` is the mock server without a
-router. A median TTFT less that of `direct` is what the router adds.
+router. With `--token-ids` prompts have token ids, about one for every 5 bytes of `--bytes`: then no
+router has anything to tokenise. A median TTFT less that of `direct` is what the router adds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ TIMEOUT_S: Final = 240.0
 MAX_MODEL_LEN: Final = 1 << 20
 NEW_BYTES: Final = 2000  # of the user's message in each turn
 ANSWER_BYTES: Final = 1000
-_PATH = "/v1/chat/completions"
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_BYTES_OF_ID = 5  # of text, for `--token-ids`
 _WORDS = (
     "the file has a function that returns its value if the test fails because of an error in line "
     "import self def class return None True async await for while with open read write path index "
@@ -48,6 +50,7 @@ _WORDS = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", default="20,200", metavar="N,...", help="at once (20,200)")
     parser.add_argument("--bytes", type=int, default=220_000, metavar="N", help="(220000)")
+    parser.add_argument("--token-ids", action="store_true", help="prompts of as many token ids")
     parser.add_argument("--turns", type=int, default=4, metavar="N", help="of each client (4)")
     add_routers_option(parser)
     parser.add_argument(
@@ -90,13 +93,14 @@ async def _measure(
     engine = {"step_s": 0.001, "max_num_seqs": clients + 16, "total_blocks": blocks}
     async with running(name, folder, engine, worker) as router:
         client, model = HttpTarget(router.url), router.model
-        chats = [_turns_of(f"{i}", args.bytes, args.turns, model) for i in range(clients)]
+        turns_of, path = (_ids_of, _COMPLETIONS) if args.token_ids else (_turns_of, _CHAT)
+        chats = [turns_of(f"{i}", args.bytes, args.turns, model) for i in range(clients)]
         found: dict[str, float] = {}
         try:
-            await _ask(client, model, [_turns_of("warm-up", args.bytes, 1, model)])
+            await _ask(client, model, path, [turns_of("warm-up", args.bytes, 1, model)])
             for kind, which in (("first", slice(1)), ("later", slice(1, None))):
                 cpu_s, begun = processor_s([router.pid]), time.monotonic()
-                ttfts_s = await _ask(client, model, [x[which] for x in chats])
+                ttfts_s = await _ask(client, model, path, [x[which] for x in chats])
                 took_s, cpu_s = time.monotonic() - begun, processor_s([router.pid]) - cpu_s
                 p50_s, p99_s = percentiles(ttfts_s, 50, 99)
                 found |= {
@@ -153,13 +157,27 @@ def _turns_of(name: str, size: int, turns: int, model: str) -> list[bytes]:
     return bodies
 
 
-async def _ask(client: HttpTarget, model: str, chats: Iterable[Iterable[bytes]]) -> list[float]:
+def _ids_of(name: str, size: int, turns: int, model: str) -> list[bytes]:
+    """Return the bodies of the turns of a conversation in random token ids."""
+    chance, prompt = random.Random(name), list[int]()
+    bodies = []
+    for turn in range(turns):
+        more = NEW_BYTES + ANSWER_BYTES if turn else size
+        prompt += chance.choices(range(1000, 49_000), k=more // _BYTES_OF_ID)
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}
+        bodies.append(json.dumps(body).encode())
+    return bodies
+
+
+async def _ask(
+    client: HttpTarget, model: str, path: str, chats: Iterable[Iterable[bytes]]
+) -> list[float]:
     """Take the turns of all chats. Return the seconds from sending to the first token of each."""
     found: list[float] = []
 
     async def one(bodies: Iterable[bytes]) -> None:
         for body in bodies:
-            request = Request("", model, body, path=_PATH)
+            request = Request("", model, body, path=path)
             begun, ttft_s = time.monotonic(), 0.0
             async for _ in client.stream(request):
                 ttft_s = ttft_s or time.monotonic() - begun

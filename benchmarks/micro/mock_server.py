@@ -85,7 +85,8 @@ async def serve(port: int, step_s: float) -> None:
         return web.json_response(_MODELS)
 
     app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", engine.answer), web.get("/{path:.*}", models)])
+    posts = [web.post(f"/v1/{x}", engine.answer) for x in ("chat/completions", "completions")]
+    app.add_routes([*posts, web.get("/{path:.*}", models)])
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()

@@ -2,9 +2,9 @@
 
 pdserve's router serves one prefill and one decode worker with scripted engines, and each request
 uses both. vllm-router (if on PATH) serves one equally fast mock server, and as `vllm-router-pd` one
-for prefill and one for decode. `direct` is the mock server without a router. CPU is that of the
-router's processes. A token's latency is from its engine step to its arrival at the client. Idle
-streams are measured only with the first number of streams.
+for prefill and one for decode; so does smg, as `smg-pd`. `direct` is the mock server without a
+router. CPU is that of the router's processes. A token's latency is from its engine step to its
+arrival at the client. Idle streams are measured only with the first number of streams.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from benchmarks.progress import Progress
 
 OURS, PEER, PEER_PD, DIRECT = "pdserve", "vllm-router", "vllm-router-pd", "direct"
+SMG_PD: Final = "smg-pd"
+_PROGRAMS: Final = {PEER: PEER, PEER_PD: PEER, SMG_PD: "smg"}
 TIMEOUT_S: Final = 120.0
 TOKENS_PER_S: Final = 6400  # over all streams; the limit of a Python client
 TOKENS: Final = 32_768  # over all streams, but at least 128 per answer
@@ -51,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_routers_option(parser: argparse.ArgumentParser) -> None:
-    every = f"{DIRECT},{OURS},{PEER},{PEER_PD}"
+    every = f"{DIRECT},{OURS},{PEER},{PEER_PD},{SMG_PD}"
     parser.add_argument("--only", default=every, metavar="NAME,...", help="these routers")
 
 
@@ -60,8 +62,9 @@ def chosen_routers(only: str) -> tuple[list[str], list[str]]:
     out."""
     names, notes = [], []
     for name in only.split(","):
-        if name in (PEER, PEER_PD) and shutil.which(PEER) is None:
-            notes.append(f"{name}: {PEER} is not on PATH (`pip install {PEER}`)")
+        program = _PROGRAMS.get(name)
+        if program and shutil.which(program) is None:
+            notes.append(f"{name}: {program} is not on PATH (`pip install {program}`)")
         else:
             names.append(name)
     return names, notes
@@ -227,7 +230,9 @@ async def running(
             return child
 
         mocks: list[tuple[str, int]] = []
-        for what in ("prefill-server", "decode-server") if name == PEER_PD else ("mock-server",):
+        for what in (
+            ("prefill-server", "decode-server") if name in (PEER_PD, SMG_PD) else ("mock-server",)
+        ):
             port = free_port()
             module = (sys.executable, "-m", "benchmarks.micro.mock_server")
             mock = await start(what, port, *module, str(port), str(engine["step_s"]))
@@ -236,12 +241,13 @@ async def running(
             yield _Router(name, mocks[0][0], "mock", mocks[0][1])
             return
         own = free_port()
-        command = [PEER, "--host", "127.0.0.1", "--port", str(own), "--policy", "round_robin"]
-        if name == PEER_PD:
-            command += ["--vllm-pd-disaggregation", "--prefill", mocks[0][0]]
-            command += ["--decode", mocks[1][0]]
-        else:
+        command = [PEER] if name != SMG_PD else ["smg", "launch"]
+        command += ["--host", "127.0.0.1", "--port", str(own), "--policy", "round_robin"]
+        if name == PEER:
             command += ["--worker-urls", mocks[0][0]]
+        else:
+            option = "--vllm-pd-disaggregation" if name == PEER_PD else "--pd-disaggregation"
+            command += [option, "--prefill", mocks[0][0], "--decode", mocks[1][0]]
         child = await start(name, own, *command, "--prometheus-port", str(free_port()))
         yield _Router(name, f"http://127.0.0.1:{own}", "mock", child.pid)
 
