@@ -53,6 +53,8 @@ _MAX_TOKENIZERS = 4  # in one process
 # byte of a conversation that a process knows, or does not. Only their ratios matter.
 _START_S = 0.8
 _KNOWN_S, _NEW_S = 12e-9, 350e-9
+# Bodies whose names are read in much less time than it takes to wake a thread.
+_QUICK_BYTES = 512 << 10
 # Of a body: bodies of one conversation begin alike, and those of others seldom do for so long.
 _BEGIN_BYTES = 64 << 10
 _MAX_HOMES = 10_000
@@ -338,8 +340,10 @@ class LargeBodies:
         self.larger_than = processes.larger_than
 
     async def names(self, data: bytes) -> Names:
-        """Read only the fields of a body that select its model and previous response. Runs in a
-        thread, so that the event loop can run between several of them."""
+        """Read only the fields of a body that select its model and previous response; of a very
+        large body in a thread, so that the event loop can run between several of them."""
+        if len(data) <= _QUICK_BYTES:
+            return read(Names, data)
         return await self._preprocessor.run(len(data), partial(read, Names, data))
 
     async def read(
