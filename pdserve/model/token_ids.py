@@ -93,10 +93,11 @@ def _varints(packed: bytes) -> bytes:
 
     ids = _array(packed)
     width = max(1, -(-int(ids.max()).bit_length() // 7))
-    sevens = ids[:, None] >> np.arange(0, 7 * width, 7, dtype="<u4")
-    goes_on = sevens[:, 1:] > 0
-    found = (sevens & 0x7F).astype("u1")
-    found[:, :-1] |= goes_on.astype("u1") << 7
-    kept = np.ones(found.shape, bool)
-    kept[:, 1:] = goes_on
+    found, kept = np.empty((len(ids), width), "u1"), np.ones((len(ids), width), bool)
+    for place in range(width):
+        rest = ids >> (7 * place)
+        found[:, place] = rest & 0x7F
+        found[:, place] |= (rest > 0x7F).view("u1") << 7  # another byte follows
+        if place:
+            kept[:, place] = rest > 0
     return bytes(found[kept])
