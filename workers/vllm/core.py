@@ -100,6 +100,8 @@ KvLook = Callable[[], "KvSnapshot"]
 
 # Longer than a step that a process computes before it answers.
 _RANKS_ANSWER_S = 60.0
+# After a step has failed because a rank of the group is lost, for the links to tell which.
+_LOST_S = 1.0
 # vLLM's names of request fields that we name differently.
 _FIELDS = {"prompt": "prompt_token_ids", "structured_outputs": "structured_output"}
 
@@ -223,6 +225,13 @@ class VllmCore:
         if lost is not None:
             return f"rank {lost} of this data-parallel group has ended"
         return self._executor_died
+
+    def why_failed(self) -> str:
+        """Return how the processes that run the model died, after a step failed; empty if they
+        live. A step of a group fails as soon as a rank is lost, often before the links tell it."""
+        if self._group is not None:
+            self._group.links.until_lost(_LOST_S)
+        return self.died
 
     def _note_executor_death(self) -> None:
         self._executor_died = self._executor_died or "a process of the executor died"

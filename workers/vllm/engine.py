@@ -227,8 +227,8 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001 - top of the thread: it ends the engine
             _log.exception("the engine failed")
             end, failure = WorkerFailed("the engine failed"), error
-            if core.died:  # vLLM's error only says that the step was cancelled
-                failure = RuntimeError(core.died)
+            if reason := core.why_failed():  # vLLM's error only says that the step was cancelled
+                failure = RuntimeError(reason)
         self._stop(end, core.open_streams)
         if failure is not None:
             self._emit(StepResult(failure=failure))

@@ -107,6 +107,12 @@ class GroupLinks:
         self._changed.wait(timeout_s)
         self._changed.clear()
 
+    def until_lost(self, timeout_s: float) -> None:
+        """Wait until a rank is lost, at most for `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self.lost is None and (left_s := deadline - time.monotonic()) > 0:
+            self.wait(left_s)
+
     def close(self) -> None:
         """Close the links. Ranks that have not agreed to end take this one for lost."""
         self._closing.set()
