@@ -4,6 +4,7 @@ others."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import signal
 import socket
@@ -59,7 +60,8 @@ def free_ports(host: str) -> int:
     """Return a free port of an address of this machine, whose next one is free, too.
 
     It is below the ports that Linux gives to connections and to who binds port 0: one of these
-    could be taken again before the ranks listen.
+    could be taken again before the ranks listen. Raises OSError if this machine has no such
+    address.
     """
     try:
         first_given = int(_GIVEN_PORTS.read_text().split()[0])
@@ -72,6 +74,8 @@ def free_ports(host: str) -> int:
             try:
                 first.bind((host, port))
                 second.bind((host, port + 1))
-            except OSError:
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
                 continue
             return port
