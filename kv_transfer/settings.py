@@ -20,6 +20,8 @@ LOCAL = ("shm", "cuda_ipc")
 DEVICE_COPIES = 2
 # Chunks that a link copies or sends at once, and chunks that are digested at once.
 MAX_IN_FLIGHT = 4
+# How often a thread that waits for a message looks for chunks that have ended.
+INPUT_POLL_S = 0.001
 # NCCL: staging slots in each direction, outside the KV cache. A slot holds at least one block.
 SLOTS, SLOT_BYTES = 4, 32 << 20
 

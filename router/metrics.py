@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pdserve.config import SloConfig
     from pdserve.errors import PdserveError
     from pdserve.observe.metrics import Labelled, Row
-    from pdserve.types import Receipt, Usage
+    from pdserve.types import Receipt, Usage, WorkerLoad
     from router.admission import AdmissionController
     from router.admission.memory import MemoryGuard
     from router.fleet.prefix_watch import PrefixWatcher
@@ -249,18 +249,22 @@ def _workers(fleet: Fleet, models: set[str]) -> Iterable[Row]:
         yield labels, counts[labels]
 
 
-def _loads(fleet: Fleet, field: str) -> Iterator[Row]:
+def _reported_loads(fleet: Fleet) -> Iterator[tuple[tuple[str, str, str], WorkerLoad]]:
     for m in fleet.members.values():
         load = m.reported.load
         if load is not None and not m.lost:
-            yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(load, field)
+            yield (m.info.model.name, m.info.role.value, m.worker_id), load
+
+
+def _loads(fleet: Fleet, field: str) -> Iterator[Row]:
+    for labels, load in _reported_loads(fleet):
+        yield labels, getattr(load, field)
 
 
 def _leases_ended(fleet: Fleet) -> Iterator[Row]:
-    for m in fleet.members.values():
-        if (load := m.reported.load) is not None and not m.lost:
-            for reason, count in load.session_leases_ended.items():
-                yield (m.info.model.name, m.info.role.value, m.worker_id, reason), count
+    for labels, load in _reported_loads(fleet):
+        for reason, count in load.session_leases_ended.items():
+            yield (*labels, reason), count
 
 
 def _revision_shares(shares: RevisionShares) -> Iterator[Row]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 REASONS = ("returned", "expired", "budget", "pressure")
 
 
-class _Lease:
+class _TurnLease:
     """The blocks of one turn, the deepest (the last of its tokens) first."""
 
     __slots__ = ("blocks", "ends_at")
@@ -47,8 +47,8 @@ class SessionLeases:
 
     def __init__(self, most_blocks: int, max_s: float) -> None:
         self._most, self._max_s = most_blocks, max_s
-        self._leases: dict[_Lease, None] = {}  # the oldest first
-        self._of_block: dict[int, list[_Lease]] = {}
+        self._leases: dict[_TurnLease, None] = {}  # the oldest first
+        self._of_block: dict[int, list[_TurnLease]] = {}
         self._next_end = float("inf")  # not later than the first end
         self.ended = Counter(dict.fromkeys(REASONS, 0))
 
@@ -72,7 +72,7 @@ class SessionLeases:
         blocks = blocks[-self._most :] if self._most else ()
         if not blocks:
             return []
-        lease = _Lease(blocks, now + min(expected_s or self._max_s, self._max_s))
+        lease = _TurnLease(blocks, now + min(expected_s or self._max_s, self._max_s))
         # The turn before this one, if its blocks were not used from the cache but computed again.
         former = [
             x for block in blocks for x in self._of_block.get(block, ()) if x.deepest == block
@@ -112,7 +112,7 @@ class SessionLeases:
         self._next_end = min((x.ends_at for x in self._leases), default=float("inf"))
         return released
 
-    def _end(self, lease: _Lease, reason: str) -> list[int]:
+    def _end(self, lease: _TurnLease, reason: str) -> list[int]:
         del self._leases[lease]
         self.ended[reason] += 1
         released = []

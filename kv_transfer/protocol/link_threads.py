@@ -12,7 +12,7 @@ from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.messages import ChunkReady, Inner
 from kv_transfer.protocol.transport import source_of, target_of
-from kv_transfer.settings import MAX_IN_FLIGHT
+from kv_transfer.settings import INPUT_POLL_S, MAX_IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from kv_transfer.protocol.producer import Action, Undigested
 
 logger = logging.getLogger(__name__)
-
-INPUT_POLL_S = 0.001
 
 
 def start_reader(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:

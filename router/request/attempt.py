@@ -372,11 +372,16 @@ class Attempt:
             self.on_lost(stream, Unavailable(f"worker {stream.worker_id} is gone"))
             return
         try:
-            link, tokens = self._links[stream.member], self._request.prompt_token_ids
-            stream.stream_id = link.submit(command, self, stream, wire.prompt_command(tokens))
+            self._send_to(stream, command)
         except PdserveError as error:
             # A copy, because the error's traceback refers to this attempt.
             self.on_lost(stream, copy(error))
+
+    def _send_to(self, stream: WorkerStream, command: w.Command) -> None:
+        """Send a submit command with the prompt. Raises PdserveError if the worker cannot be
+        reached."""
+        prompt = wire.prompt_command(self._request.prompt_token_ids)
+        stream.stream_id = self._links[stream.member].submit(command, self, stream, prompt)
 
     def _submit_encode(self, stream: WorkerStream) -> w.EmbeddingSource | None:
         """Send the images to the encode worker. Return where prefill finds their embeddings; None
@@ -391,8 +396,7 @@ class Attempt:
         submit.media.extend(map(wire.media_to_pb, self._media))
         submit.encode.transfer_id = transfer_id
         try:
-            link, tokens = self._links[stream.member], self._request.prompt_token_ids
-            stream.stream_id = link.submit(command, self, stream, wire.prompt_command(tokens))
+            self._send_to(stream, command)
         except PdserveError as error:
             logger.info("prefill encodes for request %s: %s", request.request_id, error.message)
             return None

@@ -15,6 +15,7 @@ from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.protocol.messages import Inner, KvMessage, decode, pack
+from kv_transfer.settings import INPUT_POLL_S
 from kv_transfer.transport.nccl.messages import KINDS, Clear, Ended, Offer
 from kv_transfer.transport.nccl.staging import until
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 # A tenth of the slowest wire that is worth using.
 MIN_BYTES_PER_S = 1e8
-INPUT_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
