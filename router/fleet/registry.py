@@ -305,6 +305,14 @@ class Fleet:
         """Return the encode workers of a model, including lost ones."""
         return self.of_model(name, (Role.ENCODE,))
 
+    def ranks_of(self, member: Member) -> list[Member]:
+        """Return the worker and the other ranks of its data-parallel group, without lost ones."""
+        group = member.info.group
+        if not group or self.members.get(member.worker_id) is not member:
+            return [member]  # its group has started again: the ranks of now are others
+        others = [m for m in self.members.values() if m is not member and not m.lost]
+        return [member, *(m for m in others if m.info.group == group)]
+
     def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
         """Return the largest capacity of a worker of a model in tokens, and the largest block size.
         Prefill workers count only with `prefill_only`, or if there are no others."""

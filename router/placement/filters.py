@@ -175,7 +175,7 @@ def _reason(candidate: Candidate, decision: Decision, found: Eligible) -> str:
     if demand.adapter and demand.adapter not in candidate.adapters:
         return f"adapter {demand.adapter} is not loaded"
     if candidate.worker_id in demand.without:
-        return "it failed this request, or runs another one under which a worker died"
+        return "it failed this request, ends as a rank did, or runs one under which a worker died"
     if candidate not in (*found.prefills, *found.decodes, *found.aggregated):
         return "to be avoided"
     full = ""

@@ -16,7 +16,7 @@ from router.request.attempt import deadline_passed
 from router.request.handoff import Side
 from router.request.placer import Reservation
 from router.request.retry import LIVE_KV, MOVED, RETRYABLE, Constraints, RetryPolicy, RetryStep
-from router.request.suspects import CLEARED_TOKENS, POLL_S, Death
+from router.request.suspects import CLEARED_TOKENS, POLL_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -114,7 +114,8 @@ class Failover:
 
     def note_death(self, streams: Sequence[WorkerStream], moved: Moved | None) -> None:
         """Become a suspect if a worker of the ended attempt died with the request in flight."""
-        self._services.suspects.release(self)
+        suspects = self._services.suspects
+        suspects.release(self)
         if moved is not None and moved.producer is not None:
             streams = [*streams, moved.producer]
         died = next((x for x in streams if x.died), None)
@@ -123,7 +124,7 @@ class Failover:
         if not self.is_suspect:
             # It advanced after the earlier deaths, so it did not cause them.
             self.suspicion.clear()
-        self.suspicion.deaths.append(Death(died.member, died.engine_died))
+        suspects.note_death(self.suspicion, died.member, said_so=died.engine_died)
         self._suspect_at = len(self._answer.tokens)
 
     def _hold(self, reservation: Reservation) -> None:
@@ -205,12 +206,17 @@ class Failover:
         """Return the workers that run another suspect, if this answer is a suspect."""
         return self._services.suspects.occupied(self) if self.is_suspect else frozenset()
 
+    def _barred(self) -> frozenset[str]:
+        """Return the workers that run another suspect, and those that end with a rank that died
+        under this answer: they may still answer a ping."""
+        return self._others_suspects() | self.suspicion.ending()
+
     def _reserve(
         self, constraints: Constraints, cause: str, silent: Collection[str] = ()
     ) -> Reservation:
         """Take the tokens from the retry budget and reserve workers. Raises BudgetExhausted or
         another Unavailable."""
-        without = constraints.without.union(silent, self._others_suspects())
+        without = constraints.without.union(silent, self._barred())
         constraints = replace(constraints, without=without)
         demand, services = self._demand_now(), self._services
         services.budget.take(demand.model, demand.prompt_tokens, services.fleet.now())
@@ -229,7 +235,7 @@ class Failover:
 
     def reserve_live(self, worker_id: str, reason: str) -> Reservation:
         """Reserve a decode worker that continues with the KV of `worker_id`. Raises Unavailable."""
-        demand, without = self._demand_now(), self._others_suspects()
+        demand, without = self._demand_now(), self._barred()
         return self._services.placer.reserve_live(demand, worker_id, cause=reason, without=without)
 
     def reserve_elsewhere(self, worker_id: str, reason: str) -> Reservation:

@@ -14,7 +14,6 @@ from router.request.attempt import Answer, Attempt, deadline_passed
 from router.request.handoff import Failed, Finished, Side
 from router.request.placer import Reservation
 from router.request.retry import RETRYABLE
-from router.request.suspects import Death
 
 if TYPE_CHECKING:
     from pdserve.types import GenerateRequest
@@ -116,7 +115,7 @@ class Embedder:
             failed.append(worker_id)
             died = next((x for x in answer.streams if x.died), None)
             if died is not None:
-                suspicion.deaths.append(Death(died.member, died.engine_died))
+                self._suspects.note_death(suspicion, died.member, said_so=died.engine_died)
                 await self._suspects.check(request, suspicion)
             if not isinstance(end.error, RETRYABLE) or len(failed) == _ATTEMPTS:
                 raise copy(end.error)  # its traceback will refer to `end`

@@ -2,8 +2,10 @@
 
 A request in flight on a worker that dies is a suspect until its answer has advanced by
 `CLEARED_TOKENS` on another worker. Two suspects never share a worker, so the next death has one
-suspect, and the other requests survive. A request under which `router.max_worker_deaths` workers
-died is refused. The same request from any client is refused for `REMEMBER_S` seconds.
+suspect, and the other requests survive. The ranks of a data-parallel group end together: their
+deaths are one, and a suspect of one avoids the others. A request under which
+`router.max_worker_deaths` workers died is refused. The same request from any client is refused for
+`REMEMBER_S` seconds.
 
 A request without deaths costs one look-up in an empty dictionary.
 """
@@ -52,10 +54,12 @@ class Suspect(Protocol):
 
 class Death(NamedTuple):
     """Loss of a worker with the request in flight. `said_so`: the worker reported that its engine
-    died. A closed connection alone may be a network fault."""
+    died. A closed connection alone may be a network fault. `ranks`: the worker, and the other ranks
+    of its data-parallel group, which end with it."""
 
     member: Member
     said_so: bool
+    ranks: Sequence[Member]
 
     def is_certain(self, links: Links) -> bool:
         return self.said_so or self.member.lost or links[self.member].is_refused
@@ -72,7 +76,8 @@ class Suspicion:
 
     `earlier` counts the deaths when the same request was sent before. `deaths` has one entry for
     each attempt that ended by a death. Both workers of an attempt count once, because a host that
-    fails takes both. `was_remembered` stays when the deaths are cleared.
+    fails takes both, and so do all ranks of a data-parallel group. `was_remembered` stays when the
+    deaths are cleared.
     """
 
     earlier: int = 0
@@ -82,6 +87,17 @@ class Suspicion:
     @property
     def count(self) -> int:
         return self.earlier + len(self.deaths)
+
+    def add(self, death: Death) -> None:
+        """Count a death, unless a rank of the same group has died before it."""
+        if not any(death.member in x.ranks for x in self.deaths):
+            self.deaths.append(death)
+
+    def ending(self) -> frozenset[str]:
+        """Return the workers that a router may not have found lost yet: they have died, or end
+        because a rank of their group has."""
+        ends = (x for x in self.deaths if not x.is_refuted)
+        return frozenset(m.worker_id for x in ends for m in x.ranks if not m.lost)
 
     def clear(self) -> None:
         """Drop all deaths: the request has advanced on another worker, so it did not cause them."""
@@ -141,6 +157,10 @@ class Suspects:
             if len(self._remembered) >= MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
             self._remembered[digest] = suspicion.count, self._fleet.now() + REMEMBER_S
+
+    def note_death(self, suspicion: Suspicion, member: Member, *, said_so: bool) -> None:
+        """Count the death of a worker with the request in flight (see Death)."""
+        suspicion.add(Death(member, said_so, self._fleet.ranks_of(member)))
 
     async def check(self, request: GenerateRequest, suspicion: Suspicion) -> None:
         """Raise PoisonRequest if the number of deaths has reached the limit."""

@@ -12,7 +12,7 @@ from pdserve.types import FinishReason, Role, SamplingParams
 from router.admission import AdmissionLimits
 from router.fleet.registry import Fleet
 from router.request.suspects import CLEARED_TOKENS, MAX_REMEMBERED, REMEMBER_S, Suspects, Suspicion
-from tests.support.router_stack import ScriptedWorker, request, running_stack
+from tests.support.router_stack import ScriptedWorker, request, running_stack, worker_info
 from tests.support.timeouts import WAIT_S, wait_until
 
 if TYPE_CHECKING:
@@ -166,6 +166,49 @@ async def test_a_suspect_is_not_sent_to_a_worker_that_does_not_answer_a_ping() -
             living.send(await living.submitted(), 5, finish=STOP)
             assert (await answer.rest()).token_ids == (5,)
             assert not dead.has_submissions
+
+
+async def test_ranks_that_end_together_are_one_death() -> None:
+    """The rank that is left answers pings until its step fails."""
+    first, second = (ScriptedWorker(x, Role.AGGREGATED, group="g") for x in "ab")
+    (other,) = aggregated("c")
+    async with running_stack(first, second, other, queue_timeout_s=WAIT_S) as stack:
+        leave(stack, other)
+        async with stack.ask(request(sampling=LONG)) as answer:
+            dying, submit = await taken_by([first, second])
+            left = second if dying is first else first
+            dying.send(submit, 5)
+            await answer.next()
+            dying.fail(submit, DIED)
+            await stack.join(other)
+            submit = await other.submitted()
+            assert not left.has_submissions
+            other.send(submit, 6, finish=STOP)
+            assert (await answer.rest()).token_ids == (6,)
+
+
+class TestRanks:
+    async def test_ranks_of_one_life_count_once(self) -> None:
+        fleet = Fleet()
+        suspects, suspicion = Suspects(fleet, {}, max_deaths=2), Suspicion()
+
+        def start(life: str) -> None:
+            for name in "ab":
+                fleet.register(worker_info(name, Role.DECODE, group="g", instance_id=life))
+
+        start("1")
+        a, b = fleet.members.values()
+        for rank in (a, b):
+            suspects.note_death(suspicion, rank, said_so=False)
+            assert suspicion.count == 1
+        start("2")
+        assert suspicion.ending() == frozenset()
+        # The first life was found dead again, only after the second has begun.
+        suspects.note_death(suspicion, b, said_so=False)
+        assert suspicion.count == 1
+        suspects.note_death(suspicion, fleet.members["a"], said_so=False)
+        assert suspicion.count == 2
+        assert suspicion.ending() == {"a", "b"}
 
 
 async def test_a_worker_that_leaves_under_a_request_has_not_died() -> None:
