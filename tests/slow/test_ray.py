@@ -51,12 +51,12 @@ worker:
   engine_args: {step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005, max_num_seqs: 8}
   drain_timeout_s: 1
 """
-# vLLM, and the ranks of the decode worker on both nodes.
+# vLLM, and the ranks of the decode worker on both nodes: tensor-parallel ones, or stages.
 SPREAD = """\
 up:
   routers: 2
   prefill: {workers: 1}
-  decode: {workers: 1, nnodes: 2, engine_args: {tensor_parallel_size: 2}}
+  decode: {workers: 1, nnodes: 2, engine_args: {WAY_parallel_size: 2}}
 router: {policy: least_loaded, stop_grace_s: 2}
 worker:
   engine_args: {dtype: float32, kv_cache_memory_bytes: 67108864}
@@ -110,7 +110,8 @@ class RayCluster:
         (directory / "job").mkdir()
         # The pools of each model have their own keys.
         (directory / "two.yaml").write_text("\n".join(CONFIG.splitlines()[1:]))
-        (directory / "spread.yaml").write_text(SPREAD)
+        for way in ("tensor", "pipeline"):
+            (directory / f"{way}.yaml").write_text(SPREAD.replace("WAY", way))
         (directory / "ranks.yaml").write_text(RANKS)
         for path in (directory / "service.yaml", directory / "job" / "service.yaml"):
             path.write_text(CONFIG)
@@ -462,8 +463,9 @@ async def test_a_job_starts_a_service(ray_cluster: RayCluster) -> None:
     await ray_cluster.pdserve("down")
 
 
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
 async def test_a_worker_over_two_nodes_fails_and_comes_back_as_one(
-    ray_cluster: RayCluster,
+    ray_cluster: RayCluster, way: str
 ) -> None:
     prompt = [20 + x * x % 200 for x in range(200)]
     begun = asyncio.Event()
@@ -476,7 +478,7 @@ async def test_a_worker_over_two_nodes_fails_and_comes_back_as_one(
             begun.set()
         return token_ids, place_of(worker)
 
-    await ray_cluster.pdserve("up", "--config=spread.yaml")
+    await ray_cluster.pdserve("up", f"--config={way}.yaml")
     found = await ray_cluster.until_workers(1)
     assert len(found["decode-0"]["node"].split(", ")) == 2
     async with ray_cluster.client() as client:
