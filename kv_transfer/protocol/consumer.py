@@ -314,6 +314,15 @@ class Consumer(Generic[LinkT]):
                 sends += self._fail(transfer, f"no KV received for {self.receive_timeout_s:g} s")
         return sends
 
+    def stuck_links(self, now: float) -> set[LinkT]:
+        """Return the links on which a chunk has been written for `receive_timeout_s`, also of a
+        transfer that has failed. Its blocks cannot be given back before the link is closed."""
+        return {
+            part.link
+            for _, part in self
+            if part.writing and now - part.progress_at >= self.receive_timeout_s
+        }
+
     # -- inside
 
     def _find(

@@ -140,6 +140,11 @@ class Driver:
         outcomes of its loads, each once."""
         self.drive(lambda now: [*self.producer.tick(now), *self.consumer.tick(now)])
         with self.lock:
+            stuck = self.consumer.stuck_links(time.monotonic())
+        for link in stuck:
+            # The reader waits for the rest of a chunk, perhaps of a producer that was stopped.
+            self.drop_link(link, f"a chunk took {self.consumer.receive_timeout_s:g} s")
+        with self.lock:
             self.wakeup.clear()
             released, self._released = self._released, set()
             outcomes = self.consumer.take_outcomes()

@@ -11,6 +11,8 @@ import torch
 
 from kv_transfer.cache.geometry import KvGroup
 from kv_transfer.cache.gpu_memory import DeviceRegion, device_region
+from kv_transfer.errors import LinkClosed
+from kv_transfer.protocol.link import Link
 from kv_transfer.protocol.messages import (
     HEADER,
     PROTOCOL_VERSION,
@@ -33,6 +35,7 @@ from tests.support.pki import Ca
 from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kv_transfer.protocol.messages import ChunkReady
@@ -386,6 +389,33 @@ def test_a_silent_producer_fails_the_transfer(kv_workers: KvWorkers) -> None:
     until(lambda: target.ended, target)
     assert target.failures == {"d-t": "no KV received for 0.05 s"}
     assert target.look().totals["receive_timeouts"] == 1
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_producer_that_stops_inside_a_chunk_does_not_keep_the_blocks(
+    tcp_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    source, target = tcp_workers.worker(), tcp_workers.worker(receive_timeout_s=0.05)
+    inside, go_on = threading.Event(), threading.Event()
+    real = Link.write_pieces
+
+    def stop(link: Link, pieces: Sequence[memoryview]) -> None:
+        real(link, pieces[:2])
+        if pieces[2:]:
+            inside.set()
+            go_on.wait()
+            raise LinkClosed("the producer goes on too late")
+
+    monkeypatch.setattr(Link, "write_pieces", stop)
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    assert inside.wait(WAIT_S)
+    try:
+        if is_cancelled:
+            target.cancel("t")
+        until(lambda: target.failed == ["d-t"], target)
+    finally:
+        go_on.set()
 
 
 def tls(ca: Ca, files: CertificateFiles) -> dict[str, str]:
