@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.errors import KvTransferError, ProtocolError
-from kv_transfer.protocol.messages import ChunkReady, Inner
+from kv_transfer.protocol.messages import ChunkReady, Inner, TransferDone
 from kv_transfer.protocol.transport import source_of, target_of
 from kv_transfer.settings import INPUT_POLL_S, MAX_IN_FLIGHT
 
@@ -54,7 +54,7 @@ def _read(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
         writer.start()
         while not link.is_down:
             receiving.finish_until_input()
-            _receive(link, driver, receiving, link.read())
+            _receive_next(link, driver, receiving)
     except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
         driver.fail_link(link, error)
     finally:
@@ -77,6 +77,26 @@ def _write(link: Link, driver: Driver) -> None:
             driver.write(link)
     except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
         driver.fail_link(link, error)
+
+
+def _receive_next(link: Link, driver: Driver, receiving: _Receiving) -> None:
+    """Handle the next message; the end of a transfer after what has come behind it, if blocks may
+    have no digest and the producer does not wait for our copies: it says that it has given up the
+    blocks before its engine uses them again."""
+    consuming = link.consumer
+    is_late = consuming is not None and consuming.is_pull and driver.consumer.digest_one_in > 1
+    ended: list[KvMessage] = []
+    while True:
+        message = link.read()
+        if is_late and isinstance(message, TransferDone):
+            receiving.finish()  # the copies end before we look at what has come behind
+            ended.append(message)
+        else:
+            _receive(link, driver, receiving, message)
+        if not (ended and link.has_input()):
+            break
+    for message in ended:
+        _receive(link, driver, receiving, message)
 
 
 def _receive(link: Link, driver: Driver, receiving: _Receiving, message: KvMessage) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kv_transfer.cache.host_memory import BlockCopy
     from kv_transfer.protocol.messages import ChunkReady
     from tests.support.kv_pair import KvWorker
     from tests.support.pki import CertificateFiles
@@ -121,6 +122,32 @@ def test_digests_are_made_ahead_and_blocks_that_change_after_them_are_not_accept
     target.start(source, "t", TO, N)
     settle(source, target)
     assert target.codes == {"d-t": TransferCorrupted.code}
+
+
+def test_blocks_that_are_given_up_during_the_copy_are_not_accepted_without_their_digests(
+    shm_rig: KvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = shm_rig.pair()
+    target.driver.consumer.digest_one_in = len(FROM)  # as on a GPU: the first block only
+    inside, go_on, real = threading.Event(), threading.Event(), target.cache.region.begin_copy
+
+    def stop(*args: Any) -> BlockCopy:
+        inside.set()
+        go_on.wait(WAIT_S)
+        return real(*args)
+
+    monkeypatch.setattr(target.cache.region, "begin_copy", stop)
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    (sending,) = source.driver.producer
+    until(lambda: inside.is_set() and sending.state == "sent", source)
+    source.step(released=["t"])
+    until(lambda: not any(x.has_items or x.writing.locked() for x in source.links), source)
+    assert source.sent == ["p-t"]
+    source.cache.write(FROM[1], seed=77)
+    go_on.set()
+    settle(source, target)
+    assert target.failures == {"d-t": "the request was cancelled"}
 
 
 # -- who is let in
@@ -395,7 +422,7 @@ def test_a_silent_producer_fails_the_transfer(kv_workers: KvWorkers) -> None:
 def test_a_producer_that_stops_inside_a_chunk_does_not_keep_the_blocks(
     tcp_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
 ) -> None:
-    source, target = tcp_workers.worker(), tcp_workers.worker(receive_timeout_s=0.05)
+    source, target = tcp_workers.pair()
     inside, go_on = threading.Event(), threading.Event()
     real = Link.write_pieces
 
@@ -410,6 +437,7 @@ def test_a_producer_that_stops_inside_a_chunk_does_not_keep_the_blocks(
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
     assert inside.wait(WAIT_S)
+    target.driver.consumer.receive_timeout_s = 0.05  # sooner, it might end before the chunk begins
     try:
         if is_cancelled:
             target.cancel("t")
