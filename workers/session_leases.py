@@ -36,6 +36,36 @@ class _TurnLease:
         return next(iter(self.blocks))
 
 
+class _LeasesByBlock:
+    """Leases by a block of theirs."""
+
+    def __init__(self) -> None:
+        self._leases: dict[int, dict[_TurnLease, None]] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._leases
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def of(self, block: int) -> tuple[_TurnLease, ...]:
+        return tuple(self._leases.get(block, ()))
+
+    def add(self, block: int, lease: _TurnLease) -> None:
+        self._leases.setdefault(block, {})[lease] = None
+
+    def remove(self, block: int, lease: _TurnLease) -> bool:
+        """Return True if that was the last one of `block`."""
+        leases = self._leases[block]
+        del leases[lease]
+        if not leases:
+            del self._leases[block]
+        return not leases
+
+    def pop(self, block: int) -> dict[_TurnLease, None]:
+        return self._leases.pop(block, {})
+
+
 class SessionLeases:
     """The leases of an engine, whose block keys are numbers. Whoever orders the blocks for eviction
     asks `block in leases`, and moves the blocks that a method returns: they are under no lease any
@@ -48,7 +78,9 @@ class SessionLeases:
     def __init__(self, most_blocks: int, max_s: float) -> None:
         self._most, self._max_s = most_blocks, max_s
         self._leases: dict[_TurnLease, None] = {}  # the oldest first
-        self._of_block: dict[int, list[_TurnLease]] = {}
+        # Sessions share prefixes: a block may be under thousands of leases, so nothing walks them.
+        self._of_block = _LeasesByBlock()
+        self._by_deepest = _LeasesByBlock()
         self._next_end = float("inf")  # not later than the first end
         self.ended = Counter(dict.fromkeys(REASONS, 0))
 
@@ -74,12 +106,11 @@ class SessionLeases:
             return []
         lease = _TurnLease(blocks, now + min(expected_s or self._max_s, self._max_s))
         # The turn before this one, if its blocks were not used from the cache but computed again.
-        former = [
-            x for block in blocks for x in self._of_block.get(block, ()) if x.deepest == block
-        ]
+        former = [x for block in lease.blocks for x in self._by_deepest.of(block)]
         self._leases[lease] = None
-        for block in blocks:
-            self._of_block.setdefault(block, []).append(lease)
+        self._by_deepest.add(lease.deepest, lease)
+        for block in lease.blocks:
+            self._of_block.add(block, lease)
         self._next_end = min(self._next_end, lease.ends_at)
         released = [block for x in former for block in self._end(x, "returned")]
         while len(self._of_block) > self._most:
@@ -89,19 +120,19 @@ class SessionLeases:
     def touched(self, block: int) -> list[int]:
         """A request uses `block` from the cache. The lease of a turn ends when its deepest block is
         used: by the next turn, or by a copy of it to another worker."""
-        released: list[int] = []
-        for lease in tuple(self._of_block.get(block, ())):
-            if lease.deepest == block:
-                released += self._end(lease, "returned")
-        return released
+        over = self._by_deepest.of(block)
+        return [freed for lease in over for freed in self._end(lease, "returned")]
 
     def taken(self, block: int) -> None:
         """The engine gave `block`, which was free, to other tokens: no other block was left."""
-        for lease in self._of_block.pop(block, ()):
+        deepest_of = self._by_deepest.pop(block)
+        for lease in self._of_block.pop(block):
             del lease.blocks[block]
             if not lease.blocks:
                 del self._leases[lease]
                 self.ended["pressure"] += 1
+            elif lease in deepest_of:
+                self._by_deepest.add(lease.deepest, lease)
 
     def expire(self, now: float) -> list[int]:
         """End the leases whose time is over."""
@@ -115,11 +146,5 @@ class SessionLeases:
     def _end(self, lease: _TurnLease, reason: str) -> list[int]:
         del self._leases[lease]
         self.ended[reason] += 1
-        released = []
-        for block in lease.blocks:
-            others = self._of_block[block]
-            others.remove(lease)
-            if not others:
-                del self._of_block[block]
-                released.append(block)
-        return released
+        self._by_deepest.remove(lease.deepest, lease)
+        return [block for block in lease.blocks if self._of_block.remove(block, lease)]

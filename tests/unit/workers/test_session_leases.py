@@ -87,3 +87,35 @@ def test_blocks_that_were_taken_are_forgotten_and_the_rest_stays_under_the_lease
     for block in (13, 1):
         table.taken(block)
     assert (table.blocks, ended(table)) == (0, {"returned": 1, "pressure": 1})
+
+
+class CountedBlock(int):
+    """A block that counts how often one is looked up or compared."""
+
+    count = 0
+
+    def __hash__(self) -> int:
+        CountedBlock.count += 1
+        return int(self)
+
+    def __eq__(self, other: object) -> bool:
+        CountedBlock.count += 1
+        return int(self) == other
+
+
+@pytest.mark.parametrize("how", ["grant", "touch"])
+def test_a_turn_costs_the_same_whatever_number_of_sessions_share_its_prefix(how: str) -> None:
+    prefix = [CountedBlock(x) for x in range(8, 0, -1)]
+    costs = []
+    for sessions in (2, 200):
+        table = leases(most=1000)
+        for number in range(sessions):
+            table.grant([CountedBlock(100 + number), *prefix], 0.0, 1.0 + number)
+        CountedBlock.count = 0
+        if how == "grant":
+            table.grant([CountedBlock(99), *prefix], 0.0, 1.0)
+        else:
+            for block in [*reversed(prefix), CountedBlock(100)]:
+                table.touched(block)
+        costs.append(CountedBlock.count)
+    assert costs[0] == costs[1]
