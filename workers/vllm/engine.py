@@ -186,7 +186,8 @@ class VllmEngine:
             return KvState(self._ledger, (self._kv_look(),))
         # Only the step thread may ask other processes: return the last answer, ask for a new one.
         if not self._is_looking:
-            self._is_looking = self._put(self._look_at_ranks)
+            self._is_looking = True  # before the thread may answer
+            self._put(self._look_at_ranks)
         return KvState(self._ledger, self._kv_ranks)
 
     async def close(self) -> None:
@@ -233,9 +234,11 @@ class VllmEngine:
         if failure is not None:
             self._emit(StepResult(failure=failure))
         try:
-            if failure is None:
-                core.leave_group(self._settings.group.leave_s)
-            core.close()
+            try:
+                if failure is None:
+                    core.leave_group(self._settings.group.leave_s)
+            finally:  # a step for the group fails if another rank has ended too early
+                core.close()
         except Exception:  # noqa: BLE001 - cleanup
             _log.exception("the engine did not close cleanly")
         self._ledger = KvLedger()
