@@ -206,7 +206,9 @@ class BodyProcess:
         if size > _MAX_REPLY_BYTES:
             raise msgspec.DecodeError(f"a reply of {size} bytes")
         done = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Done)
-        if job.files:
+        if done.wants_tokenizer:
+            self._known.discard(job.tokenizer)  # it was sent, but could not be loaded
+        elif job.files:
             self._known.add(job.tokenizer)
         self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._kill)
         return done

@@ -297,6 +297,25 @@ async def test_a_body_that_needs_too_much_memory_is_refused_and_the_next_one_is_
     assert await ask() > 0
 
 
+FAILS_TO_LOAD_ONCE = """
+from pdserve.model.tokenizer import Tokenizer
+from router.api import large_bodies
+load = Tokenizer.load
+def fail(files):
+    Tokenizer.load = load
+    raise MemoryError
+Tokenizer.load = fail
+large_bodies.main()
+"""
+
+
+async def test_a_tokenizer_that_a_process_could_not_load_is_sent_again(make_ask: Any) -> None:
+    ask = await make_ask(sys.executable, "-c", FAILS_TO_LOAD_ONCE)
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        await ask()
+    assert await ask() > 0
+
+
 async def test_a_client_that_leaves_ends_the_process_only_if_that_is_slow(make_ask: Any) -> None:
     ask = await make_ask()
     await ask()
