@@ -89,9 +89,14 @@ class Suspicion:
         return self.earlier + len(self.deaths)
 
     def add(self, death: Death) -> None:
-        """Count a death, unless a rank of the same group has died before it."""
-        if not any(death.member in x.ranks for x in self.deaths):
-            self.deaths.append(death)
+        """Count a death, unless a rank of the same group has died before it. One
+        whose connection alone broke has not."""
+        for place, known in enumerate(self.deaths):
+            if death.member in known.ranks and not known.is_refuted:
+                if death.said_so:
+                    self.deaths[place] = known._replace(said_so=True)
+                return
+        self.deaths.append(death)
 
     def ending(self) -> frozenset[str]:
         """Return the workers that a router may not have found lost yet: they have died, or end

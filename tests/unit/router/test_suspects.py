@@ -210,6 +210,18 @@ class TestRanks:
         assert suspicion.count == 2
         assert suspicion.ending() == {"a", "b"}
 
+    async def test_a_rank_that_only_lost_its_connection_hides_no_death_of_another(self) -> None:
+        fleet = Fleet()
+        suspects, suspicion = Suspects(fleet, {}, max_deaths=1), Suspicion()
+        for name in "ab":
+            fleet.register(worker_info(name, Role.DECODE, group="g"))
+        a, b = fleet.members.values()
+        suspects.note_death(suspicion, a, said_so=False)
+        a.attached = True
+        suspects.note_death(suspicion, b, said_so=True)
+        with pytest.raises(PoisonRequest):
+            await suspects.check(request(), suspicion)
+
 
 async def test_a_worker_that_leaves_under_a_request_has_not_died() -> None:
     workers = aggregated("a", "b", "c")
