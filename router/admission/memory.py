@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import math
 import os
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -179,8 +179,9 @@ class MediaMemory:
             raise self._refusal(size)
         self.on_disk += size
         try:
-            with TemporaryFile() as file:
+            with ExitStack() as stack:
                 try:
+                    file = stack.enter_context(TemporaryFile())
                     made = await asyncio.to_thread(MediaFile.write, file, media)
                 except OSError as error:
                     raise self._refusal(size) from error

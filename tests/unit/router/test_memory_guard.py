@@ -8,7 +8,9 @@ import pytest
 
 from pdserve.background import background
 from pdserve.errors import Overloaded, Refusal
+from pdserve.types import MediaItem
 from router.admission.memory import (
+    MediaMemory,
     MemoryGuard,
     cgroup_limit_bytes,
     resident_bytes,
@@ -64,6 +66,18 @@ async def test_new_requests_are_refused_near_the_limit() -> None:
     assert (refused.value.http_status, refused.value.reason) == (429, Refusal.MEMORY)
     assert refused.value.retry_after_s
     assert guard.refused == 1
+
+
+async def test_images_are_refused_if_no_file_can_be_made_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    memory = MediaMemory(0, disk_limit=100)
+    image = MediaItem("image", "hash", 0, 1, data=b"pixels")
+    with pytest.raises(Overloaded, match="disk_mib"):
+        async with memory.keep([image]):
+            raise AssertionError
+    assert memory.on_disk == 0
 
 
 async def test_freed_memory_is_given_back() -> None:
