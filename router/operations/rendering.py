@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,6 +98,7 @@ class ImageRenderer:
         self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
         self._used_bytes = 0
         self._open: dict[bytes, asyncio.Task[_Cached]] = {}
+        self._waiting = Counter[asyncio.Task[_Cached]]()  # requests for each of them
 
     async def close(self) -> None:
         """End the calls to workers."""
@@ -159,14 +160,24 @@ class ImageRenderer:
         if task is None:
             task = self._open[key] = asyncio.create_task(self._ask(prompt.request, model))
             task.add_done_callback(lambda done: self._keep(key, done))
+        self._waiting[task] += 1
         try:
             # Shielded: equal prompts of other clients wait for the same call.
             return (await asyncio.shield(task)).rendered
         except InvalidRequest as error:
             raise _named(error, prompt.fields) from error
+        finally:
+            self._waiting[task] -= 1
+            if not self._waiting[task]:
+                del self._waiting[task]
+                if not task.done():
+                    # Its prompt is in memory that no request holds any more.
+                    task.cancel()
+                    del self._open[key]
 
     def _keep(self, key: bytes, task: asyncio.Task[_Cached]) -> None:
-        del self._open[key]
+        if self._open.get(key) is task:
+            del self._open[key]
         if task.cancelled() or task.exception() is not None:
             return
         found = self._cached[key] = task.result()

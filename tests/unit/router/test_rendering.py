@@ -208,6 +208,23 @@ async def test_a_deadline_ends_the_wait_of_its_own_request(one: RenderingWorker)
         assert (await patient).media[0].data == RED
 
 
+async def test_a_prompt_for_which_nobody_waits_any_more_takes_no_memory(
+    one: RenderingWorker,
+) -> None:
+    async with renderer(one) as made:
+        one.may_answer.clear()
+        waiting = [asyncio.create_task(render(made, prompt(RED))) for _ in range(2)]
+        await wait_until(lambda: one.rendered)
+        for task in waiting:
+            assert made._open
+            task.cancel()
+            await asyncio.wait([task])
+        await wait_until(lambda: not made._open)
+        one.may_answer.set()
+        assert (await render(made, prompt(RED))).media[0].data == RED
+        assert len(one.rendered) == 2
+
+
 async def test_a_worker_that_renders_nonsense_is_not_the_clients_fault(
     one: RenderingWorker,
 ) -> None:
