@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import delete, func, select, update
@@ -43,6 +45,7 @@ class IdempotencyKeys:
     ) -> None:
         self._database, self._claims = database, claims
         self._max_bytes = max_tenant_bytes
+        self._undoing = set[asyncio.Task[None]]()
 
     async def claim(
         self, tenant: str, key: str, digest: bytes, request_id: str, *, take_over: bool = False
@@ -53,6 +56,24 @@ class IdempotencyKeys:
         once a second while another router generates the answer. `digest` identifies the content of
         the request. Raises KeyReused if the key was used with another digest.
         """
+        claiming = asyncio.create_task(self._claim(tenant, key, digest, request_id, take_over))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            # The claim may be committed all the same, and nobody would generate its answer.
+            undoing = asyncio.create_task(self._undo(claiming))
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            raise
+
+    async def _undo(self, claiming: asyncio.Task[KeyState]) -> None:
+        with suppress(StoreUnavailable, KeyReused):
+            if claim := (await claiming).claim:
+                await self.release(claim)
+
+    async def _claim(
+        self, tenant: str, key: str, digest: bytes, request_id: str, take_over: bool
+    ) -> KeyState:
         # Random for each claim: after a take-over, `finish` of the former holder finds no row.
         token = secrets.token_hex(16)
 

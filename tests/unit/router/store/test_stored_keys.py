@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from pdserve.errors import KeyReused
 from router.store.claims import LEASE_S, Claims
 from router.store.keys import IdempotencyKeys
+from tests.support.timeouts import wait_until
 
 if TYPE_CHECKING:
     from tests.unit.router.conftest import Clock, Open
@@ -43,6 +46,27 @@ async def test_a_key_without_an_answer_is_generated_again(routers: list[Idempote
     first, second = routers
     await first.release((await first.claim(*NAME, b"body", "r1")).claim)
     assert (await second.claim(*NAME, b"another body", "r2")).claim
+
+
+async def test_a_key_whose_client_left_while_it_was_claimed_is_free(
+    routers: list[IdempotencyKeys], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = routers
+    begun, may_go, now = threading.Event(), threading.Event(), first._database.now
+
+    def wait() -> float:
+        begun.set()
+        may_go.wait()
+        return now()
+
+    monkeypatch.setattr(first._database, "now", wait)
+    claiming = asyncio.create_task(first.claim(*NAME, b"body", "r1"))
+    await asyncio.to_thread(begun.wait)
+    claiming.cancel()
+    await asyncio.wait([claiming])
+    may_go.set()
+    await wait_until(lambda: not first._undoing)
+    assert (await second.claim(*NAME, b"body", "r2")).claim
 
 
 async def test_a_key_of_a_dead_router_is_claimed_after_its_lease(
