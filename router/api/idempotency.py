@@ -275,6 +275,8 @@ class StoredAnswers:
     async def _finish(self, claim: str, recorded: Recorded) -> None:
         """Store a good answer for the other routers; otherwise release the key to them."""
         assert self._shared is not None
+        # Not watched any more: by now, another request of this router may have taken over the key.
+        self._claims.pop(claim, None)
         for _ in range(_FINISH_TRIES):
             with suppress(StoreUnavailable):
                 if recorded.is_good:
@@ -283,7 +285,6 @@ class StoredAnswers:
                     await self._shared.release(claim)
                 break
             await asyncio.sleep(_RETRY_S)
-        self._claims.pop(claim, None)
 
     @asynccontextmanager
     async def taken_over(self, name: Name, digest: bytes, request_id: str) -> AsyncIterator[None]:

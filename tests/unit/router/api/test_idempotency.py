@@ -27,7 +27,7 @@ from tests.support.router_apis import ANSWER, CHAT, COMPLETIONS, MODEL, chat, co
 from tests.support.timeouts import WAIT_S, skip, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection
     from pathlib import Path
 
     from router.api.idempotency import Generate, Name, Recorded
@@ -329,6 +329,45 @@ async def test_a_request_ends_where_it_is_resumed_elsewhere(routers: list[Stored
         await asyncio.gather(*first._tasks.values())
     assert isinstance(recorded.error, Conflict)
     assert not second._claims
+
+
+async def test_a_request_that_ends_slowly_does_not_end_the_one_that_resumes_it(
+    routers: list[StoredAnswers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, opened, name = routers[0], OpenRequests(), ("acme", "k")
+    shared = answers._shared
+    assert shared is not None
+    release, held = shared.release, shared.held
+    may_release, looks = asyncio.Event(), 0
+
+    async def release_later(claim: str) -> None:
+        await may_release.wait()
+        await release(claim)
+
+    async def count(claims: Collection[str]) -> set[str]:
+        nonlocal looks
+        looks += 1
+        return await held(claims)
+
+    async def generate(_: object) -> None:
+        with opened.enter() as request:
+            opened.claim(request, *name, resumes=False)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(shared, "release", release_later)
+    recorded = ask(answers, generate)
+    await wait_until(lambda: name in opened._claimed)
+    async with answers.taken_over(name, b"resumed", "r2"):
+        try:
+            with opened.enter() as request:
+                opened.claim(request, *name, resumes=True)
+                await wait_until(lambda: recorded.is_done)
+                monkeypatch.setattr(shared, "held", count)
+                async with background("claims", partial(answers.end_taken_over, opened)):
+                    await wait_until(lambda: looks > 2)
+        finally:
+            may_release.set()
+    await asyncio.gather(*answers._tasks.values())
 
 
 async def test_keys_hold_at_one_router_if_the_store_is_away(
