@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -424,10 +424,21 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         # The producer may wait for a slot that another link of ours keeps it from: free our own.
         while self._flying and not self._link.has_input(INPUT_POLL_S):
             self._end_runs()
-        message = self._link.read()
+        with nullcontext() if self._flying else self._idle():
+            message = self._link.read()
         if not isinstance(message, Inner):
             raise ProtocolError(f"a {type(message).__name__} message inside a chunk")
         return decode(message.body, KINDS)
+
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        """Let another link close the communicator meanwhile. The producer may wait for room that it
+        gets only when that link goes on; it makes an offer again that we cannot take."""
+        self.communicator.in_use.release()
+        try:
+            yield
+        finally:
+            self.communicator.in_use.acquire()
 
 
 @dataclass(frozen=True, slots=True)

@@ -524,6 +524,23 @@ def test_a_communicator_in_use_is_not_ended_for_another() -> None:
     world.close()
 
 
+def test_who_waits_for_an_offer_leaves_its_room_to_another_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The producer may wait for the room of that link's producer, which waits for our room."""
+    world = World(replace(LIMITS, budget_bytes=ONE_PAIR))
+    pair, other = world.pair(), world.pair()
+    pair.move()
+    pair.ids, chunk, write = TO[:2], ChunkReady("t", 0, 2, 2 * BLOCK_BYTES), pair.links[0].write
+    write(chunk)  # and no offer behind it
+    until(lambda: not pair.links[1].has_input())
+    other.move()
+    monkeypatch.setattr(pair.links[0], "write", lambda x: x == chunk or write(x))
+    pair.move(FROM[:2], TO[:2])
+    assert world.is_exact()
+    world.close()
+
+
 def test_an_offer_over_a_communicator_that_the_consumer_has_freed_is_made_again(
     world: World,
 ) -> None:
