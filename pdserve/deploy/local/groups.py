@@ -26,11 +26,12 @@ _FIRST_PORT = 10_000  # above those of most services
 
 class RankGroup:
     """One group. State: the port where its ranks meet, another one at each start, because the last
-    one may still be in use."""
+    one may still be in use, and the names of the ranks that have met and have not ended."""
 
     def __init__(self, ranks: Sequence[SupervisedProcess]) -> None:
         self._ranks = ranks
         self._waiting = 0
+        self._running: set[str] = set()
         self._meeting: asyncio.Future[None] | None = None
         self.port = 0
 
@@ -41,14 +42,16 @@ class RankGroup:
         meeting, self._waiting = self._meeting, self._waiting + 1
         if self._waiting == len(self._ranks):
             self.port, self._waiting, self._meeting = free_ports(_HOST), 0, None
+            self._running = {rank.name for rank in self._ranks}
             meeting.set_result(None)
         await asyncio.shield(meeting)
 
     async def end_with(self, ended: SupervisedProcess, grace_s: float) -> None:
-        """End the other ranks, after `ended` has. Those that serve notice it and fail by
-        themselves, within `grace_s`."""
+        """End the other ranks, after `ended` has, also those whose process is still being started.
+        Those that serve notice it and fail by themselves, within `grace_s`."""
+        self._running.discard(ended.name)
         kill_at = time.monotonic() + grace_s
-        while left := [x for x in self._ranks if x is not ended and x.process is not None]:
+        while left := [x for x in self._ranks if x.name in self._running]:
             is_late = time.monotonic() >= kill_at
             for rank in left:
                 if is_late or rank.ready_at is None:
