@@ -144,8 +144,9 @@ class Controller:
         while True:
             try:
                 self._failure = await self._look()
-            # Ray raises ValueError if an actor of this name exists or is still being removed.
-            except (ray.exceptions.RayError, ValueError, OSError) as error:
+            # Ray raises ValueError if an actor of this name exists or is still being removed. A
+            # credential that cannot be read on this node now is a PdserveError.
+            except (ray.exceptions.RayError, PdserveError, ValueError, OSError) as error:
                 self._failure = f"{type(error).__name__}: {error}"
             await asyncio.sleep(_LOOK_S)
 
