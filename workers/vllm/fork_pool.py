@@ -105,10 +105,20 @@ class ForkPool:
         self.start()
         forks = self._forks
         assert forks is not None
+        starting = asyncio.create_task(forks.start(self._module, env=os.environ, fds=(fd,)))
         try:
             async with asyncio.timeout(_START_S):
-                return await forks.start(self._module, env=os.environ, fds=(fd,))
+                return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The template reads no requests while it loads. Without a slot, those of clients that
+            # leave would fill its socket and block this loop, and all be forked at once.
+            await asyncio.wait((starting,), timeout=_START_S)
+            if not starting.cancel() and starting.exception() is None:
+                with suppress(ProcessLookupError):
+                    starting.result().kill()
+            raise
         except (ForkFailed, TimeoutError):
+            starting.cancel()
             if self._forks is forks:  # the next input starts another template
                 self._forks = None
                 forks.close()

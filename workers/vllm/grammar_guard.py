@@ -113,8 +113,8 @@ class GrammarGuard:
         """End all processes. Idempotent."""
         for task in list(self._checks.values()):
             task.cancel()
+        self._forks.close()  # first: a check that waits for its fork ends with the template
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
-        self._forks.close()
 
 
 def _encoded(constraint: StructuredOutput) -> bytes:

@@ -1,0 +1,58 @@
+"""Limits of the disposable processes for input of strangers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pdserve.process.forkserver import ForkServer
+from workers.vllm.fork_pool import ForkPool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pytest
+
+
+class SlowFork:
+    """A fork that has started."""
+
+    def __init__(self) -> None:
+        self.is_killed = False
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+async def test_inputs_whose_clients_leave_do_not_pile_up_at_a_template_that_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded, started = asyncio.Event(), list[SlowFork]()
+
+    async def start(
+        _: ForkServer, _module: str, *, env: Mapping[str, str], fds: Sequence[int]
+    ) -> SlowFork:
+        started.append(SlowFork())
+        fork = started[-1]
+        await loaded.wait()
+        return fork
+
+    monkeypatch.setattr(ForkServer, "start_parent", lambda _: None)
+    monkeypatch.setattr(ForkServer, "start", start)
+    pool = ForkPool("os:getpid", "timeit", b"", at_once=2, timeout_s=60.0, task="read it")
+    runs = [asyncio.create_task(pool.run(b"", max_answer_bytes=1)) for _ in range(5)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    for run in runs:
+        run.cancel()
+    late = [asyncio.create_task(pool.run(b"", max_answer_bytes=1)) for _ in range(2)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(started) == 2
+    for run in late:
+        run.cancel()
+    loaded.set()
+    await asyncio.wait((*runs, *late))
+    assert all(run.cancelled() for run in (*runs, *late))
+    assert all(fork.is_killed for fork in started)
+    pool.close()
