@@ -33,6 +33,8 @@ MAX_FETCHES = 16
 _CHUNK = 1 << 16
 # Addresses that contain an IPv4 address, which a gateway may translate to.
 _NAT64 = IPv6Network("64:ff9b::/96")
+# For gateways inside of one network (RFC 8215).
+_LOCAL_NAT64 = IPv6Network("64:ff9b:1::/48")
 
 
 def is_public(address: str) -> bool:
@@ -40,6 +42,8 @@ def is_public(address: str) -> bool:
     network, or a special purpose such as the metadata services of clouds."""
     found = ip_address(address.partition("%")[0])
     if isinstance(found, IPv6Address):
+        if found in _LOCAL_NAT64 or found.is_site_local:
+            return False
         inner = found.ipv4_mapped or found.sixtofour or (found.teredo and found.teredo[1])
         if inner is None and found in _NAT64:
             inner = IPv4Address(int(found) & 0xFFFFFFFF)

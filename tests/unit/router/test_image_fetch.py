@@ -120,6 +120,7 @@ async def test_no_spelling_of_a_private_address_is_connected_to(host: str) -> No
         *((x, False) for x in ("100.64.0.1", "224.0.0.1", "255.255.255.255", "192.0.2.1")),
         *((x, False) for x in ("fe80::1%eth0", "fd00::1", "ff02::1", "2001:db8::1")),
         *((x, False) for x in ("::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::")),
+        *((x, False) for x in ("64:ff9b:1::808:808", "fec0::1")),
     ],
 )
 def test_addresses_of_the_public_internet_are_told_from_others(
