@@ -60,6 +60,8 @@ OPEN_ENDED = 1 << 30
 AUTO, NONE = "auto", "none"
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+# W3C Trace Context. Later versions may have more fields.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[ -~]{0,256})?")
 
 
 # Text, token ids, or a conversation that the model's chat template renders.
@@ -140,6 +142,12 @@ def check_request_id(request_id: str, *, field: str) -> str:
             f"'{field}' must be 1 to 128 letters, digits or ._:/+=- characters", field=field
         )
     return request_id
+
+
+def _valid_traceparent(given: str) -> str:
+    """Return a client's `traceparent`, or "" if it is not valid: W3C has such headers ignored, and
+    bytes that are no text could not be sent to workers."""
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 class Preprocessor:
@@ -238,7 +246,7 @@ class Preprocessor:
             priority=parsed.priority,
             service_class=parsed.service_class,
             tenant=tenant,
-            traceparent=traceparent,
+            traceparent=_valid_traceparent(traceparent),
             adapter=adapter,
             cache_salt=parsed.cache_salt,
             parsing=parsing,

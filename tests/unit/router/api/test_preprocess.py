@@ -108,6 +108,23 @@ async def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
         await intake.prepare(ask("hi"))
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        *((x, True) for x in (f"00-{'a' * 32}-{'b' * 16}-01", f"01-{'a' * 32}-{'b' * 16}-01-new")),
+        *((x, False) for x in ("", "\udcff", f"00-{'a' * 32}-{'b' * 16}-01-\udcff", "a" * 8192)),
+    ],
+)
+async def test_only_a_valid_traceparent_goes_to_workers(
+    model_dir: Path, given: str, kept: bool
+) -> None:
+    intake = Preprocessor(
+        lambda: {"a": model("a", model_dir)}, timeout_s=WAIT_S, render=no_images, load=Loads()
+    )
+    made = await intake.prepare(ask((1,)), traceparent=given)
+    assert made.traceparent == (given if kept else "")
+
+
 async def test_without_a_name_the_only_model_is_meant(model_dir: Path) -> None:
     models = {"a": model("a", model_dir)}
     intake = Preprocessor(lambda: models, timeout_s=WAIT_S, render=no_images, load=read)
