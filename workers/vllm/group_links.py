@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _JOIN_S = 30.0
+_HELLO_S = 3.0  # a rank sends its hello as soon as it is connected
 _DEAD_PEER_S = 10
 # After the loss of a rank, for the step to fail and the engine to close.
 _FAIL_S = 10.0
@@ -75,8 +76,11 @@ class GroupLinks:
             while len(links) < self._size - 1:
                 listener.settimeout(max(0.001, deadline - time.monotonic()))
                 link, _ = listener.accept()
-                link.settimeout(_JOIN_S)
-                hello = link.recv(_TOKEN_BYTES + _PORT_BYTES, socket.MSG_WAITALL)
+                link.settimeout(_HELLO_S)
+                try:
+                    hello = link.recv(_TOKEN_BYTES + _PORT_BYTES, socket.MSG_WAITALL)
+                except OSError:  # a stranger, such as a port scan: the ranks still come
+                    hello = b""
                 if not secrets.compare_digest(hello[:_TOKEN_BYTES], token):
                     link.close()
                     continue
