@@ -50,7 +50,8 @@ class Restarts:
 class SupervisedProcess:
     """A router or a worker across its restarts. `process` is None while no process runs. `facts`
     are its addresses, which are known once it has been ready. A child that is not `wanted` must
-    end before `leaves_by`. A `warm` worker has loaded its model and takes no requests."""
+    end before `leaves_by`. A `warm` worker has loaded its model and takes no requests. One that
+    `begins_anew` was told to end because its configuration has changed."""
 
     name: str
     log: Path
@@ -62,6 +63,7 @@ class SupervisedProcess:
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     leaves_by: float = 0.0
     warm: bool = False
+    begins_anew: bool = False
     ready_at: float | None = None
     failure: str = ""
     reports: int = 0
@@ -71,6 +73,11 @@ class SupervisedProcess:
         with contextlib.suppress(ProcessLookupError):
             if self.process is not None:
                 self.process.send_signal(number)
+
+    def begin_anew(self) -> None:
+        """End the process, so that it starts with its present configuration."""
+        self.begins_anew = True
+        self.send(signal.SIGTERM)
 
     def died(self, code: int) -> float:
         """Count a death. Return the pause before the restart in seconds."""

@@ -277,7 +277,10 @@ class Supervisor:
                     if child.warm:
                         # A warm worker that is still loading restarts to take requests.
                         is_loaded = child.ready_at is not None
-                        child.send(TAKE_REQUESTS if is_loaded else signal.SIGTERM)
+                        if is_loaded:
+                            child.send(TAKE_REQUESTS)
+                        else:
+                            child.begin_anew()
                         how = "was loaded, and" if is_loaded else "starts anew, and"
                         told.append(f"{name} {how} takes requests")
                     child.warm = False
@@ -333,7 +336,8 @@ class Supervisor:
             if not child.wanted.is_set():
                 self._display.tell(f"{child.name} has ended")
                 continue
-            if code == OK and self._is_serving and child.ready_at is not None:
+            has_served = code == OK and child.ready_at is not None
+            if self._is_serving and (has_served or child.begins_anew):
                 self._display.tell(f"{child.name} has ended and is restarted")
                 continue
             self._display.died(child.name, code, child.failure, child.log)
@@ -360,7 +364,8 @@ class Supervisor:
                 await group.end_with(child, QUICK_STOP_S)
 
     async def _run_process(self, child: SupervisedProcess) -> int:
-        child.ready_at, child.failure = None, ""
+        child.ready_at, child.failure, child.begins_anew = None, "", False
+        warm = child.warm
         is_worker = child.name in self._workers
         config = self._run_dir / f"{child.name}.yaml"
         # Private: the file has hashes of keys and the engine's arguments.
@@ -373,6 +378,8 @@ class Supervisor:
         async with launched(forkserver, *words, env=env, log=child.log) as (process, reports):
             child.process, child.pid = process, process.pid
             following = asyncio.create_task(self._follow(child, reports))
+            if child.warm != warm or not child.wanted.is_set():  # changed before it could be told
+                child.begin_anew()
             try:
                 return await until_ended(process, following)
             finally:
