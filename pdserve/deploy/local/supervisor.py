@@ -443,13 +443,14 @@ class Supervisor:
     async def _end(self, names: Iterable[str], grace_s: float) -> None:
         """End processes: SIGTERM, and SIGKILL after `grace_s`. Return early if all are to be
         killed."""
-        children = [self._children[name] for name in names]
+        children, began = [self._children[name] for name in names], time.monotonic()
         for child in children:
             child.send(signal.SIGTERM)
         for child in children:
             keeper = self._keepers[child.name]
             limit_s = grace_s if child.ready_at is not None else min(grace_s, QUICK_STOP_S)
-            await _first(keeper, self._killed, timeout=limit_s)
+            left_s = max(0.0, began + limit_s - time.monotonic())  # they all end at the same time
+            await _first(keeper, self._killed, timeout=left_s)
             if not keeper.done() and not self._killed.done():
                 self._display.tell(f"{child.name} did not stop in time and is killed")
                 child.send(signal.SIGKILL)
