@@ -96,7 +96,9 @@ def served(start: Callable[..., UpProcess]) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def with_encoder(start: Callable[..., UpProcess]) -> Iterator[ServedUp]:
     roles = ("--encode", "1", "--prefill", "1", "--decode", "1")
-    with closing(start("trio", *roles)) as trio:
+    # The policy of the default sends prompts past a busy prefill worker, to decode alone.
+    pairs = ("--set", "router.policy=least_loaded")
+    with closing(start("trio", *roles, *pairs)) as trio:
         yield ServedUp(trio)
 
 
