@@ -89,8 +89,8 @@ class Suspicion:
         return self.earlier + len(self.deaths)
 
     def add(self, death: Death) -> None:
-        """Count a death, unless a rank of the same group has died before it. One
-        whose connection alone broke has not."""
+        """Count a death, unless a rank of the same group has died before it. One whose connection
+        alone broke has not."""
         for place, known in enumerate(self.deaths):
             if death.member in known.ranks and not known.is_refuted:
                 if death.said_so:
