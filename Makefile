@@ -4,7 +4,7 @@
 # PYTHON=python3   interpreter that makes the environment
 # ARGS=...         passed on by run, bench and test
 # MODEL=smollm2    what run serves: a directory, a GGUF file, a name of the hub, or demo
-# JOBS=2           processes that share the tests out
+# JOBS=3           processes that share the tests out
 # SECONDS=60       of each target of fuzz
 # VENV=.venv       folder of the environment
 # DEV=1            gpu-install: also the tools of the other targets, and of test-gpu
@@ -19,7 +19,8 @@ PYTHON ?= python3
 ARGS ?=
 # ARGS may name another model.
 MODEL ?= $(if $(findstring --config,$(ARGS))$(findstring --model,$(ARGS)),,smollm2)
-JOBS ?= 2
+# More than two cores, because tests wait for processes that they start.
+JOBS ?= 3
 SECONDS ?= 60
 VENV := .venv
 DIST := dist
@@ -34,8 +35,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What a lock names is installed as it is: no other file, and nothing that it does not name.
 LOCKED := install --no-deps --require-hashes
 # pip may warn a hundred times about an index that lacks a package; an error shows all it said.
-PIP_LOG := $(VENV)/pip.log
-SHOW_PIP_LOG := { cat $(PIP_LOG) >&2; exit 1; }
+PIP_LOG = $(VENV)/pip-$(@F).log
+SHOW_PIP_LOG = { cat $(PIP_LOG) >&2; exit 1; }
 # Time for the model that run serves: 93 MB.
 FETCH_S := 90
 EXTENSIONS := kv_transfer/_copy.c
@@ -58,7 +59,7 @@ UV := $(RELEASE)/bin/uv pip compile -q --python-version 3.12 --generate-hashes -
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-.PHONY: help install gpu-install ray-install run test test-slow test-all fuzz test-gpu gpu-shim gpu-report test-tools test-programs lint format typecheck screenshots proto proto-check size \
+.PHONY: help install gpu-install ray-install run test test-quick test-slow test-all fuzz test-gpu gpu-shim try-gpu-shim gpu-report test-tools test-programs lint format typecheck screenshots proto proto-check size \
 	protocols docs site chart check bench locks sbom dist clean
 
 help: ## list the targets
@@ -93,7 +94,10 @@ run: $(STAMP) ## start one prefill worker, one decode worker and the router, wit
 	fi; \
 	exec $(BIN)/pdserve up $${model:+--model "$$model"} $(ARGS)
 
-test: check ## before every commit: lint, types, protos, and the tests that take minutes
+# With `make -j2` types are checked while tests run.
+test: check test-quick ## before every commit: lint, types, protos, and the tests that take minutes
+
+test-quick: $(STAMP) ## the tests of `make test`, without its checks
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 # Hypothesis marks each test of a property; here it tries more examples than in `make test`.
@@ -123,7 +127,9 @@ $(GPU_SHIM)/shim: $(wildcard tests/gpu/shim/*.c* tests/gpu/shim/build.py) | $(GP
 gpu-report: ## what pdserve does on this machine's GPUs, within 15 minutes: tables, and gpu-report.json to send in
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.micro.gpu_report $(ARGS)
 
-test-tools: test-programs ray-install $(RELEASE)/installed $(VENV)/kubernetes $(VENV)/fuzz $(VENV)/smollm2 $(VENV)/minilm $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed tests/clients/node_modules ## what some tests use, and are skipped without
+test-tools: test-programs ray-install $(RELEASE)/installed $(VENV)/kubernetes $(VENV)/fuzz $(VENV)/smollm2 $(VENV)/minilm $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed tests/clients/node_modules try-gpu-shim ## what some tests use, and are skipped without
+
+try-gpu-shim: $(STAMP)
 	@$(MAKE) --no-print-directory gpu-shim || echo "without gpu-shim: tests/slow/test_gpu_shim.py is skipped"
 
 test-programs: ## part of test-tools, as root on Debian: its programs
@@ -133,7 +139,7 @@ test-programs: ## part of test-tools, as root on Debian: its programs
 $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed $(GPU_SHIM)/installed: .venv-%/installed: requirements/%.lock | $(STAMP)
 	@$(BIN)/python -m venv --clear $(@D)
 	@$(SEE_PROJECT)
-	@$(@D)/bin/python -m pip --disable-pip-version-check $(LOCKED) -q $(PIP_OPTIONS) -r $<
+	@$(@D)/bin/python -m pip --disable-pip-version-check $(LOCKED) -q --no-compile $(PIP_OPTIONS) -r $<
 	@touch $@
 
 # The project's torch and vLLM, which have the same names, are other builds.
@@ -183,8 +189,9 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 protocols: $(STAMP) ## keep the protos and KV messages of this version in tests/data, for tests of later ones
 	$(BIN)/python -m tests.support.protocols
 
+# Without the script's folder in the path (-P), where the chart has the package's name.
 chart: $(STAMP) ## generate deploy/helm/pdserve from deploy/kubernetes/base, with kubectl
-	$(BIN)/python deploy/helm/generate.py
+	$(BIN)/python -P deploy/helm/generate.py
 
 docs: $(STAMP) ## generate docs/api.md, grpc.md, configuration.md, metrics.md and deploy/dashboards/
 	$(BIN)/python -m pdserve.config.docs
@@ -251,7 +258,7 @@ clean: ## remove the environment and every cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+		|| { echo "$(PYTHON) does not run, or is older than 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "$(PYTHON) cannot make environments: install its venv module" >&2; exit 1; }

@@ -58,8 +58,8 @@ _CUTS: Final[tuple[_Option, ...]] = (
     ("--turns:max_turns", "N", _count, None, "end sessions after N turns"),
 )
 _LIMITS: Final[tuple[_Option, ...]] = (
-    ("--slo-ttft", "MS", _positive, None, "limit; compare tells routers too"),
-    ("--slo-tpot", "MS", _positive, None, "limit; compare tells routers too"),
+    ("--slo-ttft", "MS", _positive, None, "limit; compare also configures routers with it"),
+    ("--slo-tpot", "MS", _positive, None, "limit; compare also configures routers with it"),
 )
 _SHAPE: Final[tuple[_Option, ...]] = (
     ("--scale-lengths", "F", _fraction, Fraction(1), "multiply all lengths, such as 1/8"),
@@ -76,7 +76,7 @@ _LOAD: Final[tuple[_Option, ...]] = (
     *_SHAPE,
     ("--rate:rate_per_s", "R", _positive, 4.0, "requests/s"),
     ("--requests", "N", _count, 400, "to send"),
-    ("--max-num-seqs", "N", _count, 64, "requests that a worker runs at once"),
+    ("--max-num-seqs", "N", _count, 64, "concurrent requests of a worker"),
     ("--blocks:total_blocks", "N", _count, 8192, "of KV in a worker"),
     ("--slo-ttft", "MS", _positive, 1000.0, "limit"),
     ("--slo-tpot", "MS", _positive, 100.0, "limit"),
@@ -100,7 +100,7 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         ("--url", "URL,...", str, None, f"OpenAI endpoint, or several (default: {DEFAULT_URL})"),
         ("--grpc", "HOST:PORT,...", str, None, "pdserve's gRPC API instead"),
         ("--model", "NAME", str, None, "served model (default: the only one)"),
-        ("--vocab-size", "N", _count, None, "if the endpoint does not tell it"),
+        ("--vocab-size", "N", _count, None, "if the endpoint does not report it"),
         _TRACE,
         ("--limit", "N", _count, None, "only the first N requests"),
         *_SHAPE,
@@ -123,14 +123,14 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
             *("--arm-set --variant-set", "NAME:KEY=VALUE", "+", ()),
             "a configuration key of one variant (add --differ)",
         ),
-        ("--differ", "SETTING,...", str, "", "what may differ"),
+        ("--differ", "SETTING,...", str, "", "settings that may differ"),
         ("--baseline", "NAME", str, None, "for ratios (default: the last)"),
         (
             *("--kv-cache-mib", "N", _count, None),
-            "of each variant's workers together (on CPUs: their part of a quarter of the memory)",
+            "total of a variant's workers (default on CPUs: a share of a quarter of the memory)",
         ),
         ("--url-model:endpoint_model", "NAME", str, None, "model of endpoints"),
-        ("--vocab-size", "N", _count, None, "if no variant tells it"),
+        ("--vocab-size", "N", _count, None, "if no variant reports it"),
         _TRACE,
         ("--rate:rate_per_s", "R", _positive, 2.0, "requests/s"),
         ("--requests", "N", _count, 40, "a round"),
@@ -149,7 +149,7 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         _JSON,
     ),
     "report": (
-        ("result", "FILE", Path, None, "what --out wrote"),
+        ("result", "FILE|DIR", Path, None, "written by --out"),
         ("--html", "OUT", Path, None, "write report.html"),
         _JSON,
     ),
@@ -169,10 +169,10 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
     "soak": (
         ("--duration:duration_s", "S", _positive, 3600.0, "in seconds"),
         ("--engine", "vllm|fake", ("vllm", "fake"), "fake", "of the service"),
-        ("--prefill", "N", _count, 2, "workers that stay"),
-        ("--decode", "N", _count, 2, "workers that stay; the last one dies now and then"),
+        ("--prefill", "N", _count, 2, "permanent workers"),
+        ("--decode", "N", _count, 2, "permanent workers; the last one is killed now and then"),
         ("--rate:rate_per_s", "R", _positive, 24.0, "requests/s, less what answers take"),
-        ("--clients", "N", _count, 8, "that ask at once"),
+        ("--clients", "N", _count, 8, "concurrent clients"),
         ("--churn:churn_s", "S", _positive, 20.0, "between two workers that join and leave"),
         ("--sample:sample_s", "S", _positive, 5.0, "between two samples"),
         ("--seed", "N", _whole, 1, "for requests"),
@@ -184,11 +184,11 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         *_WORKERS,
         ("--regions", "N", _few, 1, "over which the workers are spread; the router is in one"),
         ("--scale", "N", _whole, 0, "let workers follow the load, up to N of each role"),
-        ("--cold-start:cold_start_s", "S", _positive, 0.0, "until a worker more is ready"),
+        ("--cold-start:cold_start_s", "S", _positive, 0.0, "start time of a worker"),
         *_LOAD,
     ),
     "plan": (
-        ("--target", "SHARE", _positive, 0.99, "of requests that keep the SLOs"),
+        ("--target", "SHARE", _positive, 0.99, "of requests that meet the SLOs"),
         ("--price", "X", _positive, None, "of a worker's hour"),
         *_LOAD,
     ),
@@ -202,36 +202,36 @@ _ABOUT: Final = {
     ),
     "compare": (
         "measure disaggregated and aggregated serving side by side",
-        """Start each variant with as many cores and the same settings, send all the same
-        traffic in turns, and print figures with intervals. Exit status: 0, 2 for wrong options
+        """Start the variants with equal cores and settings, send each the same traffic in
+        turns, and print figures with intervals. Exit status: 0, 2 for wrong options
         or variants that differ, 3 if the run is invalid, 130 if interrupted.""",
     ),
     "report": (
-        "print a kept result again, or make its report",
-        """Compute the figures from the timelines that replay or compare kept. Exit status: 0, 2
+        "print a stored result again, or write its report",
+        """Compute the figures from the timelines that replay or compare stored. Exit status: 0, 2
         if the file is no result, 3 if the comparison is invalid.""",
     ),
     "chaos": (
         "break a service in many ways and check every answer",
-        """Start a service, send it requests, and break it in one way a scenario. Every answer
-        is compared, token by token, with that of an engine to which nothing happens. Exit
+        """Start a service, send it requests, and inject one fault per scenario. Every answer is
+        compared, token by token, with the answer of an undisturbed engine. Exit
         status: 0 if no request failed, no token was wrong and no KV block leaked, else 1.""",
     ),
     "soak": (
-        "keep a service under traffic and worker churn, and see whether anything grows",
+        "run a service under traffic and worker churn, and detect leaks",
         """Start a service, send it requests in all APIs, let workers come and go, and sample
         memory, descriptors, threads, tasks, metric series and disk of its processes. Exit status:
-        0, 1 if one of them grows without an end or requests failed.""",
+        0, 1 if one of them grows without bound or requests failed.""",
     ),
     "simulate": (
         "serve a trace with the real router and fake engines in virtual time",
-        """The router's own code serves a trace with engines whose steps take what --costs says.
+        """The router's own code serves a trace with engines whose step times --costs defines.
         Exit status: 0, 2 for wrong options.""",
     ),
     "plan": (
         "find how many workers a load needs",
-        """Search by simulation for the fewest workers that keep the SLOs, with and without
-        disaggregation. Exit status: 0, 2 for wrong options or SLOs that cannot be kept.""",
+        """Search by simulation for the fewest workers that meet the SLOs, with and without
+        disaggregation. Exit status: 0, 2 for wrong options or SLOs that cannot be met.""",
     ),
 }
 _KEYS: Final[Mapping[str, Mapping[str, str]]] = {

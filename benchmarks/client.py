@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from pdserve.client import Delta
-    from router.request.answer import AnswerDelta
+    from router.attempt.answer import AnswerDelta
 
 PROBE_TIMEOUT_S: Final = 30.0
 _ERROR_BODY_BYTES: Final = 4096
@@ -41,9 +41,8 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One event of a stream. `tokens` is None if the endpoint does not report token counts.
-
-    `has_choice` is False for an event with only usage or a receipt. `logprobs` are those of the
-    sampled tokens.
+    `has_choice` is False for an event with only usage or a receipt. `logprobs`: of the sampled
+    tokens.
     """
 
     has_choice: bool = True
@@ -60,7 +59,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request that is ready to send. `body` is encoded JSON for HTTP, or the prompt for gRPC.
-    `session`: id of the session that it is a turn of, or ""."""
+    `session`: id of its session, or ""."""
 
     request_id: str
     model: str
@@ -129,7 +128,7 @@ class HttpTarget(Target):
             raise BenchError(f"--url {url!r} is not like http://127.0.0.1:8000")
         super().__init__(url.rstrip("/").removesuffix("/v1"))
         self._session = aiohttp.ClientSession(
-            # No limit on connections: it would turn the open loop into a closed one.
+            # No limit on connections, because it would turn the open loop into a closed one.
             connector=aiohttp.TCPConnector(limit=0, ssl=tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             headers={"Content-Type": "application/json", **dict(rpc.authorization(api_key))},

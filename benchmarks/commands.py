@@ -135,7 +135,8 @@ def _print_replay(result: ReplayResult, *, as_json: bool) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    whole = read_json(args.result)
+    path = args.result / "result.json" if args.result.is_dir() else args.result
+    whole = read_json(path)
     if isinstance(whole, dict) and whole.get("schema") == SCHEMA:
         if args.html is not None:
             raise BenchError(f"{args.result}: a single replay has no HTML report")
@@ -306,10 +307,9 @@ def _load_of(args: argparse.Namespace) -> tuple[Setup, RouterConfig, Trace, Shap
     """Return setup, router configuration, trace and shape. Raises BenchError, ConfigError."""
     slo_s = _limits(args)
     common = {f"router.slo.{name}_s": limit for name, limit in slo_s.items()} | changes_from(args)
-    config = load_config(args.config, {"router.max_running_requests": 1 << 20, **common})
+    config = load_config(args.config, {"router.queue.max_running_requests": 1 << 20, **common})
     costs = Costs() if args.costs is None else Costs.read(args.costs)
-    lease = config.worker.session_lease
-    setup = _settings(Setup, args, costs=costs, slo_s=slo_s, session_lease=lease)
+    setup = _settings(Setup, args, costs=costs, slo_s=slo_s, retention=config.worker.retention)
     if args.tokens_in is not None:
         size = {"requests": args.requests, "seed": args.seed}
         trace = drawn_trace(args.tokens_in, args.tokens_out, **size)

@@ -22,4 +22,4 @@ class TargetError(Exception):
 
 
 class MeasurementFailed(BenchError):
-    """What was measured does not work."""
+    """The measured part does not work."""

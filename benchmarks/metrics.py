@@ -45,12 +45,12 @@ NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
 class RequestTimeline:
     """The timeline of one request. Its status is `timed_out` until it ends.
 
-    `session`: id of the session that it is turn number `turn` of, from 1; "" for none.
-    `kept_tokens`: tokens at the start of its prompt that the turn before had in prompt or answer.
+    `session`, `turn`: id of its session ("" for none) and number of the turn, from 1.
+    `kept_tokens`: tokens at the start of its prompt that the previous turn had in prompt or answer.
     `index`: row in the trace. `scheduled_s`: time at which it was due. `chunk_s`: arrival of each
     chunk with tokens. `chunk_tokens`: number of tokens in each chunk, None if the endpoint does not
-    report it. `input_tokens` and `output_tokens` are the requested numbers; the endpoint's own
-    counts may be None. `receipt`: the server's report on the phases.
+    report it. `input_tokens`, `output_tokens`: requested; the endpoint's own counts may be None.
+    `receipt`: the server's report on the phases.
     """
 
     index: int
@@ -87,9 +87,8 @@ class RequestTimeline:
                 self.chunk_tokens.append(piece.tokens)
 
     def complete(self, at_s: float) -> None:
-        """Note a good end. Raises TargetError if the answer does not have the requested length.
-
-        Each request asks for an exact number of tokens: a shorter answer would look faster.
+        """Record success. Raises TargetError if the answer does not have the requested length. The
+        length is exact, because a shorter answer would look faster.
         """
         made = self.completion_tokens
         if made is None:
@@ -161,11 +160,11 @@ class ReceiptSummary:
 class SessionSummary:
     """Figures of sessions.
 
-    `time`: from the first request to the last token, in seconds; `waited`: the part of it in which
-    a turn had no complete answer, so without pauses. A session with a failed turn counts as
-    infinitely long. `ttft`: by range of turns. `hit_rate`: cached share of the prompts.
-    `recomputed_tokens`: tokens of prompts that were computed although the turn before had them in
-    its prompt or its answer. The last two are None if the endpoint does not report cached tokens.
+    `time`: from the first request to the last token, in seconds; `waited`: `time` without pauses. A
+    session with a failed turn counts as infinitely long. `ttft`: by range of turns. `hit_rate`:
+    cached share of the prompts. `recomputed_tokens`: prompt tokens that were computed although the
+    previous turn had them in its prompt or answer. The last two are None if the endpoint does not
+    report cached tokens.
     """
 
     sessions: int
@@ -283,7 +282,7 @@ def timed_gaps(records: Iterable[RequestTimeline]) -> list[tuple[float, float]]:
 
 def _itl_caution(good: Sequence[RequestTimeline]) -> str | None:
     if unknown := sum(record.chunk_tokens is None for record in good):
-        return f"chunks of {unknown} requests do not tell how many tokens they hold"
+        return f"chunks of {unknown} requests do not report their number of tokens"
     several = sum(max(record.chunk_tokens or (1,)) > 1 for record in good)
     return f"{several} requests had chunks of several tokens" if several else None
 

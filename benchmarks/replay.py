@@ -2,8 +2,8 @@
 
 Each request is sent when it is due, even if earlier answers are late (open loop). A closed loop
 would hide stalls, because requests that are due during a stall are not sent (coordinated omission).
-The turns of a session are the exception: an agent sends the next one when it has the answer and its
-tool has run. Its prompt has the answer in it.
+The turns of a session are the exception: an agent sends the next turn after the answer, which its
+prompt contains, and a tool call.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from benchmarks.traces import load_trace
 from benchmarks.workload import PromptMaker, Shape, due_times_s, shape_workload, speedup_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from benchmarks.client import Request, ServedModel, Target
     from benchmarks.progress import Progress
     from benchmarks.traces import Trace, TraceRequest
+    from benchmarks.workload import Workload
 
 SCHEMA: Final = "pdserve.bench.replay/2"
 T = TypeVar("T")
@@ -102,15 +103,8 @@ async def run_replay(
     """
     trace = trace or load_trace(settings.trace)
     model = await target.model(settings.model)
-    vocab_size = settings.vocab_size or model.vocab_size
-    if vocab_size is None:
-        raise BenchError(
-            f"{target.address} does not report the vocabulary size of {model.name}; give it with "
-            "--vocab-size (vocab_size in the model's config.json)"
-        )
-    limits = [settings.shape.max_total_tokens, model.max_model_len]
-    most = min((x for x in limits if x is not None), default=None)
-    workload = shape_workload(trace, replace(settings.shape, max_total_tokens=most))
+    vocab_size = _vocab_size(settings, model, target.address)
+    workload = _workload_of(trace, settings, model)
     arrivals_s = [row.arrival_s for _, row in workload.rows]
     due_s = due_times_s(arrivals_s, tick_s=trace.meta.tick_s, seed=settings.seed)
     if settings.rate_per_s is not None:
@@ -125,24 +119,11 @@ async def run_replay(
         requests.turn(str(index), index, row, at_s / settings.speedup)
         for (index, row), at_s in zip(workload.rows, due_s, strict=True)
     ]
-    sessions: dict[object, list[_Turn]] = {}
-    for turn in measured:
-        own = sessions.setdefault(turn.row.session or turn.record.index, [])
-        own.append(turn)
-        turn.record.turn = len(own)
-    # The later turns are made during their session, as they need the answers before them.
-    for own in sessions.values():
-        requests.make(own[0])
-    for number, (index, row) in enumerate(workload.rows[: settings.warmup], start=1):
-        # Without block ids and session, a warm-up prompt shares no prefix with other requests.
-        alone = replace(row, hash_ids=None, session="", kept_tokens=0)
-        turn = requests.turn(f"warmup-{index}", index, alone, 0.0)
-        requests.make(turn)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(settings.drain_timeout_s):
-                await _follow(target, turn, _from_now(clock))
-        if turn.record.status != "ok":
-            raise WarmupFailed(f"warm-up request {number} failed: {turn.record.error}")
+    sessions = _sessions_of(measured)
+    # Later turns are built during their session, because they contain earlier answers.
+    for turns in sessions:
+        requests.make(turns[0])
+    await _warm_up(requests, workload.rows[: settings.warmup], clock)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     progress.requests(len(measured))
     # Exempt the encoded requests, which live as long as the run, from garbage collection, so that
@@ -150,7 +131,7 @@ async def run_replay(
     gc.collect()
     gc.freeze()
     try:
-        await _Sender(requests, _from_now(clock), progress).send_all(list(sessions.values()))
+        await _Sender(requests, _from_now(clock), progress).send_all(sessions)
     finally:
         gc.unfreeze()
     values = asdict(settings)
@@ -167,14 +148,56 @@ async def run_replay(
     )
 
 
+def _vocab_size(settings: ReplaySettings, model: ServedModel, address: str) -> int:
+    size = settings.vocab_size or model.vocab_size
+    if size is None:
+        raise BenchError(
+            f"{address} does not report the vocabulary size of {model.name}; give it with "
+            "--vocab-size (vocab_size in the model's config.json)"
+        )
+    return size
+
+
+def _workload_of(trace: Trace, settings: ReplaySettings, model: ServedModel) -> Workload:
+    limits = [settings.shape.max_total_tokens, model.max_model_len]
+    most = min((x for x in limits if x is not None), default=None)
+    return shape_workload(trace, replace(settings.shape, max_total_tokens=most))
+
+
+def _sessions_of(turns: Iterable[_ReplayTurn]) -> list[list[_ReplayTurn]]:
+    """Group turns by session and number them. A request without a session is alone in its group."""
+    sessions: dict[object, list[_ReplayTurn]] = {}
+    for turn in turns:
+        own = sessions.setdefault(turn.row.session or turn.record.index, [])
+        own.append(turn)
+        turn.record.turn = len(own)
+    return list(sessions.values())
+
+
+async def _warm_up(
+    requests: _Requests, rows: Iterable[tuple[int, TraceRequest]], clock: Callable[[], float]
+) -> None:
+    """Send these requests one after the other. Raises WarmupFailed."""
+    for number, (index, row) in enumerate(rows, start=1):
+        # Without block ids and session, a warm-up prompt shares no prefix with other requests.
+        alone = replace(row, hash_ids=None, session="", kept_tokens=0)
+        turn = requests.turn(f"warmup-{index}", index, alone, 0.0)
+        requests.make(turn)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(requests.settings.drain_timeout_s):
+                await _follow(requests.target, turn, _from_now(clock))
+        if turn.record.status != "ok":
+            raise WarmupFailed(f"warm-up request {number} failed: {turn.record.error}")
+
+
 def _from_now(clock: Callable[[], float]) -> Callable[[], float]:
     start_s = clock()
     return lambda: clock() - start_s
 
 
 @dataclass(slots=True)
-class _Turn:
-    """A request to send; alone, or a turn of a session. `prompt` is kept for the next turn."""
+class _ReplayTurn:
+    """A request to send, alone or as a turn of a session. `prompt` is kept for the next turn."""
 
     name: str
     record: RequestTimeline
@@ -185,14 +208,14 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Requests:
-    """Makes the requests of a replay."""
+    """Builds the requests of a replay."""
 
     target: Target
     model: ServedModel
     maker: PromptMaker
     settings: ReplaySettings
 
-    def turn(self, name: str, index: int, row: TraceRequest, at_s: float) -> _Turn:
+    def turn(self, name: str, index: int, row: TraceRequest, at_s: float) -> _ReplayTurn:
         prefix = f"bench-{self.settings.seed}-"
         record = RequestTimeline(
             index=index,
@@ -202,10 +225,10 @@ class _Requests:
             scheduled_s=round(at_s, 6),
             session=row.session and prefix + row.session,
         )
-        return _Turn(name, record, row)
+        return _ReplayTurn(name, record, row)
 
-    def make(self, turn: _Turn, history: Sequence[int] = ()) -> None:
-        """Add the prompt and the request. `history`: prompt and answer of the turn before."""
+    def make(self, turn: _ReplayTurn, history: Sequence[int] = ()) -> None:
+        """Add the prompt and the request. `history`: prompt and answer of the previous turn."""
         record, row = turn.record, turn.row
         prompt = self.maker.tokens(turn.name, row, history)
         record.kept_tokens = min(row.kept_tokens, len(history))
@@ -217,9 +240,9 @@ class _Requests:
             turn.prompt = prompt
 
 
-async def _follow(target: Target, turn: _Turn, now: Callable[[], float]) -> list[int]:
-    """Send one request and record its answer or failure. Return the answer's token ids, as far as
-    the endpoint reports them."""
+async def _follow(target: Target, turn: _ReplayTurn, now: Callable[[], float]) -> list[int]:
+    """Send one request and record its answer or failure. Return the token ids that the endpoint
+    reported."""
     record, answer = turn.record, list[int]()
     assert turn.request is not None
     record.sent_s = round(now(), 6)
@@ -235,7 +258,7 @@ async def _follow(target: Target, turn: _Turn, now: Callable[[], float]) -> list
 
 
 class _Sender:
-    """Sends the requests of a replay. State: when the last one so far was due."""
+    """Sends the requests of a replay. State: latest due time so far."""
 
     def __init__(self, requests: _Requests, now: Callable[[], float], progress: Progress) -> None:
         self._requests = requests
@@ -243,10 +266,10 @@ class _Sender:
         self._progress = progress
         self._last_due_s = 0.0
 
-    async def send_all(self, sessions: Sequence[Sequence[_Turn]]) -> None:
+    async def send_all(self, sessions: Sequence[Sequence[_ReplayTurn]]) -> None:
         """Send all sessions, in the order of their first turns, and wait for the answers.
 
-        Cancel what has not ended `drain_timeout_s` after the last request was due.
+        Cancel requests that have not ended `drain_timeout_s` after the last one was due.
         """
         drain_s = self._requests.settings.drain_timeout_s
         async with asyncio.TaskGroup() as group:
@@ -261,7 +284,7 @@ class _Sender:
             for task in tasks:
                 task.cancel()
 
-    async def _send(self, turns: Sequence[_Turn]) -> None:
+    async def _send(self, turns: Sequence[_ReplayTurn]) -> None:
         before: RequestTimeline | None = None
         history: list[int] = []
         for turn in turns:

@@ -26,26 +26,25 @@ from benchmarks.traces import Trace, TraceMeta, TraceRequest
 from benchmarks.workload import shape_workload
 from kv_transfer.settings import ConnectorConfig
 from pdserve.background import background
-from pdserve.config import ScalingConfig, SessionLeaseConfig
+from pdserve.config import ScalingConfig, SessionRetentionConfig
 from pdserve.deploy.scaling.scaler import Bounds, Scaler
 from pdserve.errors import PdserveError
 from pdserve.net import deadline
 from pdserve.types import GenerateRequest, ModelInfo, Role, WorkerInfo
-from router.fleet.accounting import Accounting
+from router.control.autoscaler import loads_of
+from router.fleet.billing import Billing
 from router.fleet.checks import run_checks
-from router.fleet.connections import Connections
+from router.fleet.link_pool import LinkPool
+from router.fleet.open import DEFAULT_FLEET_LIMITS, OpenedFleet
 from router.fleet.prefix_watch import PrefixWatcher
 from router.fleet.registry import Fleet
-from router.main import DEFAULT_LIMITS, make_services
 from router.metrics import RouterMetrics
-from router.operations.autoscaler import loads_of
-from router.placement.decisions import DecisionLog
-from router.placement.revisions import RevisionShares
-from router.request.request import RequestServer
+from router.request_path import PathLimits, build_request_path
+from workers.control.worker_intake import WorkerIntake
 from workers.fake.engine import FakeEngine
 from workers.fake.lockstep import FakeLockstep
 from workers.fake.settings import FakeSettings
-from workers.intake import Intake
+from workers.link.router_link import OpenLinks, RouterLink
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
@@ -58,9 +57,10 @@ if TYPE_CHECKING:
     from benchmarks.replay import ReplayResult
     from benchmarks.workload import Shape
     from pdserve.config import RouterConfig
+    from router.attempt.answer import AnswerDelta
     from router.fleet.member import Member
-    from router.request.answer import AnswerDelta
-    from router.request.services import Services
+    from router.request_path import RequestPath
+    from router.serve import RequestServer
 
 _MODEL: Final = ModelInfo("simulated", "", 1 << 20, 1024, "float32")
 _NEVER_S: Final = 1e9
@@ -99,7 +99,7 @@ class Setup:
     The workers of each role are distributed over `regions` in turn; the router is in the first.
     `scale`: if set, the prefill and decode workers scale with the load, from their given number up
     to this number per role. A new worker takes `cold_start_s` to start. `prefill`, `decode` and
-    `aggregated` count data-parallel groups, each of as many workers as `*_ranks` says."""
+    `aggregated` count data-parallel groups of `*_ranks` workers."""
 
     prefill: int = 0
     decode: int = 0
@@ -111,7 +111,7 @@ class Setup:
     scale: int = 0
     cold_start_s: float = 0.0
     costs: Costs = Costs()
-    session_lease: SessionLeaseConfig = field(default_factory=SessionLeaseConfig)
+    retention: SessionRetentionConfig = field(default_factory=SessionRetentionConfig)
     max_num_seqs: int = 64
     total_blocks: int = 8192
     rate_per_s: float = 4.0
@@ -155,14 +155,14 @@ class _VirtualSelector(selectors.SelectSelector):
         return ready
 
 
-def connect_in_process(services: Mapping[str, WorkerService]) -> Any:
-    """Return the connect function for `Fleet`, which connects to the service with the worker's
-    id."""
+def connect_in_process(new_links: Mapping[str, Callable[[], RouterLink]]) -> Any:
+    """Return the connect function for `Fleet`. `new_links` makes the worker's end of a connection,
+    by the worker's id."""
 
     async def connect(info: WorkerInfo, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        await loop.connect_accepted_socket(services[info.worker_id].new_session, theirs)
+        await loop.connect_accepted_socket(new_links[info.worker_id], theirs)
         await loop.create_connection(make_protocol, sock=ours)
 
     return connect
@@ -183,8 +183,14 @@ class _SimulatedTarget(Target):
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         out = _Out()
-        made = GenerateRequest(request.request_id, request.model, request.body, request.sampling)
-        made.deadline, made.session = deadline.after(self._timeout_s), request.session
+        made = GenerateRequest(
+            request.request_id,
+            request.model,
+            request.body,
+            request.sampling,
+            deadline=deadline.after(self._timeout_s),
+            session=request.session,
+        )
         serving = asyncio.create_task(self._server.serve(made, out))
         serving.add_done_callback(lambda _: out.pieces.put_nowait(None))
         while (piece := await out.pieces.get()) is not None:
@@ -272,26 +278,21 @@ async def _start(
     setup: Setup, config: RouterConfig, stack: AsyncExitStack, scaled: list[dict[str, float]]
 ) -> _SimulatedTarget:
     """Start router and workers. Changes of the number of workers are appended to `scaled`."""
-    services: dict[str, WorkerService] = {}
+    new_links: dict[str, Callable[[], RouterLink]] = {}
     fleet = Fleet(lease_s=_NEVER_S, health=config.health, topology={"region": _region(setup, 0)})
-    watcher = PrefixWatcher(DEFAULT_LIMITS.prefix_blocks)
+    watcher = PrefixWatcher(DEFAULT_FLEET_LIMITS.prefix_blocks)
     stack.push_async_callback(watcher.aclose)
-    connect = connect_in_process(services)
-    connections = Connections(fleet, router_id="router", connect=connect, watches=watcher)
+    connect = connect_in_process(new_links)
+    link_pool = LinkPool(fleet, router_id="router", connect=connect, watches=watcher)
     metrics = RouterMetrics(config.slo)
-    accounting = Accounting(config.prices, metrics.count)
-    router = make_services(
+    billing = Billing(config.prices, metrics.count)
+    router = build_request_path(
         config,
-        fleet,
-        links=connections.links,
-        metrics=metrics,
-        decisions=DecisionLog(1),
-        accounting=accounting,
-        shares=RevisionShares(),
-        adapters={},
-        watcher=watcher,
+        OpenedFleet(fleet, link_pool, billing, watcher),
+        metrics,
+        {},
+        limits=PathLimits(decisions_kept=1),
     )
-    server = RequestServer(router)
 
     async def add(role: Role, number: int, group: str, lockstep: FakeLockstep | None) -> None:
         region = _region(setup, number)
@@ -305,13 +306,15 @@ async def _start(
             listens=False,
         )
         kv = None if role is Role.AGGREGATED else ConnectorConfig()
-        fake = FakeEngine(_MODEL, settings, kv, name, lockstep, setup.session_lease)
-        service = services[name] = WorkerService(fake, Intake(role), name)
+        fake = FakeEngine(_MODEL, settings, kv, name, lockstep, setup.retention)
+        service, links = WorkerService(fake, WorkerIntake(role)), OpenLinks()
+        new_links[name] = partial(RouterLink, name, service, links)
+        stack.push_async_callback(links.closed)
         stack.push_async_callback(service.close)
         engine = await service.start()
-        told: dict[str, Any] = {field: getattr(engine, field) for field in _OF_ENGINE}
-        told |= dict.fromkeys(("worker_id", "instance_id", "address", "session_address"), name)
-        fleet.register(WorkerInfo(role=role, group=group, topology={"region": region}, **told))
+        described: dict[str, Any] = {field: getattr(engine, field) for field in _OF_ENGINE}
+        described |= dict.fromkeys(("worker_id", "instance_id", "address", "session_address"), name)
+        fleet.register(WorkerInfo(role=role, group=group, topology={"region": region}, **described))
 
     for role in map(Role, _ROLES):
         ranks = getattr(setup, f"{role}_ranks")
@@ -319,10 +322,10 @@ async def _start(
             group, lockstep = (f"{role}-{first}", FakeLockstep()) if ranks > 1 else ("", None)
             for number in range(first, first + ranks):
                 await add(role, number, group, lockstep)
-    await stack.enter_async_context(connections)
-    checks = partial(run_checks, fleet, connections, accounting)
+    await stack.enter_async_context(link_pool)
+    checks = partial(run_checks, fleet, link_pool, billing)
     await stack.enter_async_context(background("fleet-checks", checks))
-    await stack.enter_async_context(background("admit", server.admit_queued))
+    await stack.enter_async_context(background("admit", router.admit_queued))
     if setup.scale:
         more = partial(add, group="", lockstep=None)
         follow = partial(_follow_load, setup, router, more, scaled)
@@ -330,18 +333,18 @@ async def _start(
     # Wait until the router has connected to the workers, so that they are ready for the first
     # request.
     await asyncio.sleep(1.0)
-    return _SimulatedTarget(server, config.request_timeout_s)
+    return _SimulatedTarget(router.server, config.request_timeout_s)
 
 
 async def _follow_load(
     setup: Setup,
-    router: Services,
+    router: RequestPath,
     add: Callable[[Role, int], Awaitable[None]],
     scaled: list[dict[str, float]],
 ) -> None:
     """Start and remove workers as the scaler decides. Removed workers finish their requests
     first."""
-    fleet, costs, loop = router.fleet, router.costs, asyncio.get_running_loop()
+    fleet, costs, loop = router.workers.fleet, router.costs, asyncio.get_running_loop()
     started = {role: getattr(setup, role) for role in (Role.PREFILL, Role.DECODE)}
     bounds = {role: Bounds(least, setup.scale) for role, least in started.items()}
     scaler, starting = Scaler(bounds, ScalingConfig(), started), deque[tuple[float, Role]]()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RESAMPLES: Final = 2000
-MIN_ROUNDS: Final = 3  # an interval over fewer rounds has no meaning
+MIN_ROUNDS: Final = 3  # an interval over fewer rounds is meaningless
 WARMUP: Final = -1  # the number of the warm-up round, whose results are dropped
 
 

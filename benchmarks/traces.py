@@ -7,8 +7,8 @@ burstgpt  CSV of https://github.com/HPMLL/BurstGPT
 mooncake  JSON lines of https://github.com/kvcache-ai/Mooncake; `timestamp` in milliseconds, and
           optionally `hash_ids`, one for each block of input tokens: two requests share the blocks
           of their longest common prefix of ids. Requests with one `session_id` are the turns of
-          a session: each follows the end of the one before it after `delay` milliseconds. Other
-          fields are ignored.
+          a session: each starts `delay` milliseconds after the previous one ends. Other fields are
+          ignored.
 
 The trace `agent` is drawn at random from published statistics (`agent_trace`).
 
@@ -76,9 +76,9 @@ class TraceRequest:
     """One request. `arrival_s` is relative to the first request. `hash_ids` is None if the trace
     has none.
 
-    `session`: name of its session, if it is a turn of one. A turn is sent `pause_s` after the end
-    of the turn before it; `arrival_s` is then only the time in the log. `kept_tokens`: number of
-    tokens at the start of its prompt that the turn before it had, in its prompt or its answer.
+    `session`: name of its session, or "". A turn is sent `pause_s` after the previous turn ends;
+    `arrival_s` is then only the time in the log. `kept_tokens`: number of tokens at the start of
+    its prompt that the previous turn had in prompt or answer.
     """
 
     arrival_s: float
@@ -214,10 +214,8 @@ def _read(path: Path, lines: Sequence[str]) -> tuple[str, list[TraceRequest], li
 
 
 def _with_kept_tokens(rows: Sequence[TraceRequest], block_size: int | None) -> list[TraceRequest]:
-    """Return rows whose turns say how much of the turn before them they keep.
-
-    Block ids tell it. Without them, a turn keeps the whole prompt and answer before it, as far as
-    its length allows.
+    """Return rows with `kept_tokens` set, from block ids if there are any. Otherwise a turn keeps
+    the whole previous prompt and answer, up to its own length.
     """
     last: dict[str, TraceRequest] = {}
     found = []
@@ -254,7 +252,7 @@ _AGENT_META: Final = TraceMeta(
     source="https://github.com/callanjfox/kv-cache-tester (statistics only)",
     attribution="statistics of the WEKA Claude Code sessions; no data of theirs",
 )
-# Median and sigma of log-normal distributions. Tokens, but for turns, and seconds for a pause.
+# Median and sigma of log-normal distributions, in tokens; `turns` is a number, `pause` in seconds.
 _TURNS: Final = (45.0, 1.0)
 _FIRST_PROMPT: Final = (20_000.0, 0.45)
 _ANSWER: Final = (216.0, 1.15)
@@ -271,16 +269,16 @@ _BETWEEN_SESSIONS_S: Final = 20.0
 def agent_trace(sessions: int = 200, seed: int = 0) -> Trace:
     """Return sessions of coding agents, drawn at random.
 
-    A turn's prompt is the prompt and the answer of the turn before it, and the result of a tool. If
-    this exceeds the context, the agent compacts it: the first prompt stays, and a summary replaces
-    the rest. Nothing is shared between sessions.
+    A turn's prompt is the previous prompt and answer, and the result of a tool. If this exceeds the
+    context, the agent compacts it: the first prompt stays, and a summary replaces the rest. Nothing
+    is shared between sessions.
 
     The distributions are fitted to figures of the 710 sessions (48,658 requests) of the WEKA corpus
     of Claude Code traffic in callanjfox/kv-cache-tester at commit 94f6046: 69 turns a session,
     prompts of 123,000 tokens on average (median 105,000, p90 236,000, p99 500,000), answers of 439
     (216, 899, 3,663), a median answer time of 6.1 s, a median pause of 10 s, 96 % of a prompt in
-    common with the request before it. NVIDIA's digest of agent traffic for Dynamo says 85 to 97 %
-    cache hits. Spread and compaction are assumptions, chosen so that the trace has these figures.
+    common with the request before it. NVIDIA reports 85 to 97 % cache hits for agent traffic with
+    Dynamo. Spread and compaction are assumptions, chosen so that the trace has these figures.
     """
     chance = random.Random(f"agents {seed}")
 

@@ -1,4 +1,4 @@
-"""The requests that are made from a trace: which are sent, when, and with which prompts."""
+"""The requests of a trace: which are sent, when, and with which prompts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def due_times_s(
     """Return the seconds from the start of the run at which each request is due.
 
     If a log has rounded its times to ticks, a replay would send a burst at each tick, and the tail
-    of TTFT would measure the rounding. So the requests of one tick are spread over it at random.
-    Their order does not change.
+    of TTFT would measure the rounding. The requests of one tick are therefore spread over it at
+    random, in the same order.
     """
     at_s = np.asarray(arrivals_s) - arrivals_s[0]
     if tick_s is not None:
@@ -53,9 +53,9 @@ class Shape:
 
     `scale_lengths` multiplies lengths and the size of a prefix block. Longer outputs are capped at
     `max_output_tokens`. Sessions end after `max_turns` turns. Rows over `max_total_tokens` are
-    dropped, of a session also all later ones. `skip` rows are skipped (wrapping to the start of the
-    trace). The next `limit` rows are sent. Both count session by session, and no session starts in
-    its middle.
+    dropped, with all later turns of their session. `skip` rows are skipped (wrapping to the start
+    of the trace). The next `limit` rows are sent. Both count session by session, so no session
+    starts in its middle.
     """
 
     scale_lengths: Fraction = Fraction(1)
@@ -69,7 +69,7 @@ class Shape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """Effect of shaping on a trace. Means are in tokens. `*_before`: of the whole trace.
-    `shortened`: turns past the last one of `max_turns`."""
+    `shortened`: turns dropped by `max_turns`."""
 
     rows: int
     requests: int
@@ -183,7 +183,7 @@ class PromptMaker:
 
     def tokens(self, name: str, row: TraceRequest, history: Sequence[int] = ()) -> list[int]:
         """Return the prompt of a row. `name` makes prompts of rows without block ids distinct.
-        `history`: prompt and answer of the turn before it."""
+        `history`: prompt and answer of the previous turn."""
         if row.hash_ids is None or self.block_size is None:
             kept = list(history[: row.kept_tokens])
             return kept + self._draw(f"row/{name}", row.input_tokens - len(kept))

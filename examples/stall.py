@@ -31,7 +31,7 @@ LONG_PROMPT = 3000
 
 
 async def longest_pause(deltas: AsyncIterator[Delta], tokens: int) -> float:
-    """Read so many tokens of a stream. Return the longest pause before one of them, in seconds."""
+    """Read `tokens` tokens of a stream. Return the longest pause before one of them, in seconds."""
     longest, received, last = 0.0, 0, time.monotonic()
     while received < tokens:
         received += len((await anext(deltas)).token_ids)
@@ -43,7 +43,7 @@ async def measure(client: Client, prompt: list[int], begun: asyncio.Barrier) -> 
     """Return the longest pause of one stream, before and after `begun`."""
     sampling = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True)
     async with aclosing(client.generate(prompt, sampling)) as deltas:
-        await anext(deltas)  # the time to the first token is no pause
+        await anext(deltas)  # TTFT is not a pause
         before = await longest_pause(deltas, TOKENS_BEFORE)
         await begun.wait()
         return before, await longest_pause(deltas, TOKENS_AFTER)

@@ -1,7 +1,11 @@
-"""An async client of the `Generation` service::
+"""Clients of the `Generation` service, with and without asyncio::
 
     async with Client("127.0.0.1:8001") as client:
         async for delta in client.generate("Why do leaves turn red?"):
+            print(delta.text, end="")
+
+    with SyncClient("127.0.0.1:8001") as client:
+        for delta in client.generate([ChatMessage("user", "Why?")], max_tokens=100):
             print(delta.text, end="")
 
 With the addresses of several routers, an answer continues at another router if the connection is
@@ -12,12 +16,13 @@ before its first token.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 import uuid
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
 import grpc.aio
 
@@ -25,15 +30,36 @@ from pdserve import wire
 from pdserve.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from pdserve.model.tokenizer import ChatMessage, MessageImage
 from pdserve.net import rpc
-from pdserve.types import ServiceClass, ToolCallDelta
+from pdserve.types import SamplingParams, ServiceClass, ToolCallDelta
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Callable,
+        Coroutine,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from pdserve.errors import PdserveError
-    from pdserve.types import FinishReason, PositionLogprobs, Receipt, SamplingParams, Usage
+    from pdserve.types import FinishReason, PositionLogprobs, Receipt, Usage
+
+__all__ = [
+    "ChatMessage",
+    "Client",
+    "Delta",
+    "MessageImage",
+    "ModelCard",
+    "SamplingParams",
+    "ServiceClass",
+    "SyncClient",
+    "Tool",
+    "ToolCallDelta",
+]
 
 LIST_TIMEOUT_S = 10.0
 # Default of `patience_s` if there are several routers.
@@ -129,6 +155,7 @@ class Client:
         prompt: str | Sequence[int] | Sequence[ChatMessage],
         sampling: SamplingParams | None = None,
         *,
+        max_tokens: int | None = None,
         fill_context: bool = False,
         model: str = "",
         request_id: str = "",
@@ -141,20 +168,26 @@ class Client:
         parallel_tool_calls: bool | None = None,
         include_reasoning: bool | None = None,
         enable_thinking: bool | None = None,
+        inference_geo: str = "",
     ) -> AsyncIterator[Delta]:
         """Yield the answer to text, token ids or a conversation.
 
-        Without `sampling`, or with `fill_context`, the answer may fill the context. A lower
-        `priority` is served earlier. Requests of class BATCH wait for all others. Closing the
-        iterator (`aclosing`) cancels the request. Raises PdserveError.
+        Without `sampling` or `max_tokens`, or with `fill_context`, the answer may fill the context.
+        `max_tokens` overrides `sampling.max_tokens`. A lower `priority` is served earlier. Requests
+        of class BATCH wait for all others. Closing the iterator (`aclosing`) cancels the request.
+        Raises PdserveError.
 
         `tools` require a conversation. `tool_name` forces a call of that tool.
         `parallel_tool_calls=False` allows at most one call. `include_reasoning=False` omits
         reasoning from the answer. `enable_thinking` turns reasoning on or off if the chat template
-        supports it. For each of these, None selects the service's default.
+        supports it. For each of these, None selects the service's default. `inference_geo`: the
+        region where the data of the request may be.
         """
+        if max_tokens is not None:
+            sampling = replace(sampling or SamplingParams(), max_tokens=max_tokens)
         request = _request(prompt)
         request.model, request.request_id, request.priority = model, request_id, priority
+        request.inference_geo = inference_geo
         choice = "named" if tool_name else tool_choice
         request.tool_choice = getattr(g, f"TOOL_CHOICE_{choice.upper()}")
         request.tool_name = tool_name
@@ -196,6 +229,8 @@ class Client:
                 async for message in call:
                     failures.count = 0
                     tokens += message.token_ids
+                    # Only the model that a virtual model chose can continue its answer.
+                    request.model = message.model or request.model
                     yield message
                 return
             except grpc.aio.AioRpcError as error:
@@ -248,6 +283,75 @@ class Client:
         if deadline is not None and deadline - now <= pause_s:
             raise DeadlineExceeded("the deadline passed before a router continued the answer")
         await asyncio.sleep(pause_s)
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _whole(
+    method: Callable[Concatenate[Client, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[SyncClient, _P], _T]:
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._runner.run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _streamed(
+    method: Callable[Concatenate[Client, _P], AsyncIterator[_T]],
+) -> Callable[Concatenate[SyncClient, _P], Iterator[_T]]:
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_T]:
+        stream = cast("AsyncGenerator[_T, None]", method(self._client, *args, **kwargs))
+
+        async def following() -> _T | None:
+            return await anext(stream, None)
+
+        try:
+            while (delta := self._runner.run(following())) is not None:
+                yield delta
+        finally:
+            self._runner.run(stream.aclose())
+
+    return call
+
+
+class SyncClient:
+    """`Client` without asyncio, for one thread: the same arguments and methods. Closing an iterator
+    (`contextlib.closing`) cancels its request."""
+
+    def __init__(
+        self,
+        routers: str | Sequence[str],
+        *,
+        api_key: str = "",
+        dialer: rpc.Dialer = rpc.PLAIN,
+        patience_s: float | None = None,
+    ) -> None:
+        async def connect() -> Client:  # channels belong to the loop that creates them
+            return Client(routers, api_key=api_key, dialer=dialer, patience_s=patience_s)
+
+        self._runner = asyncio.Runner()
+        try:
+            self._client = self._runner.run(connect())
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+    generate = _streamed(Client.generate)
+    list_models = _whole(Client.list_models)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Every error that a client or an operator can meet, with its gRPC and HTTP status."""
+"""All errors that clients and operators see, with their gRPC and HTTP status."""
 
 from __future__ import annotations
 
@@ -37,6 +37,19 @@ class Refusal(StrEnum):
     TENANT_REQUEST_RATE = "tenant_request_rate"
     TENANT_TOKEN_RATE = "tenant_token_rate"
     TENANT_CONCURRENCY = "tenant_concurrency"
+    NO_WORKER_IN_REGION = "no_worker_in_region"
+    REGION_NOT_ALLOWED = "region_not_allowed"
+    REGION_DRAINED = "region_drained"
+    GUARD = "guard"
+    GUARD_FAILED = "guard_failed"
+
+
+# Another model or region must not let a tenant exceed its limits.
+LIMITS_OF_TENANTS = (
+    Refusal.TENANT_CONCURRENCY,
+    Refusal.TENANT_REQUEST_RATE,
+    Refusal.TENANT_TOKEN_RATE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +113,10 @@ class UnknownField(InvalidRequest, code="unknown_parameter"):
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and answer do not fit the model's context."""
+
+
+class ContentFiltered(InvalidRequest, code="content_filter"):
+    """A guard refuses the prompt (router.guards)."""
 
 
 class UnsupportedMediaType(InvalidRequest, code="unsupported_media_type", http=415):
@@ -166,6 +183,14 @@ class BudgetExhausted(Unavailable, code="retry_budget_exhausted"):
     """A worker failed, and the retry budget of its model is used up."""
 
 
+class WeightsChanging(Unavailable, code="weights_changing"):
+    """The weights of the worker change. The answer continues after that, computed again."""
+
+
+class AnswerAborted(ServiceError, code="answer_aborted", http=503):
+    """An administrator ended the answer, which keeps the tokens that it has."""
+
+
 class DeadlineExceeded(ServiceError, code="deadline_exceeded", http=504):
     """The request's deadline passed."""
 
@@ -205,7 +230,7 @@ def from_info(info: ErrorInfo) -> PdserveError:
 
 
 def printable(text: str) -> str:
-    """Return a text of a stranger for a message, without characters that steer a terminal."""
+    """Return an untrusted text for a message, without terminal control characters."""
     return "".join(x if x.isprintable() else " " for x in text)
 
 

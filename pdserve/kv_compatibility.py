@@ -1,4 +1,4 @@
-"""Which prefill and decode workers can exchange KV, and why others cannot."""
+"""Determines which prefill and decode workers can exchange KV, and why others cannot."""
 
 from __future__ import annotations
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct, structs
 
 from pdserve.errors import ErrorInfo as ErrorInfo  # part of this vocabulary
 from pdserve.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import IO
 
 
 class Role(StrEnum):
@@ -42,6 +45,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    CONTENT_FILTER = "content_filter"  # a guard refused the answer
 
 
 class Constraint(StrEnum):
@@ -207,8 +211,8 @@ class TransferReport:
 class PhaseReport:
     """The cost of a request on one worker. `prefill_busy_s` and `decode_busy_s` are its shares of
     the engine's steps, `energy_j` of their energy; None if energy is not measured. `encode_s`: time
-    for its images on an encode worker. `fetched_images`: images whose embeddings a prefill worker
-    got from one."""
+    for its images on an encode worker. `wanted_images`: images whose embeddings a prefill worker
+    requested, because its caches lacked them; `fetched_images`: how many arrived."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -220,6 +224,7 @@ class PhaseReport:
     energy_j: float | None = None
     encode_s: float = 0.0
     fetched_images: int = 0
+    wanted_images: int = 0
 
 
 @dataclass(slots=True)
@@ -263,6 +268,36 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0  # part of completion_tokens, if reasoning is parsed
+    inference_geo: str = ""  # the regions of the receipt as one word
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """The tokens of an answer from `start` to before `end` were sampled by `worker` with the
+    weights `version`. `answer`: its index among the answers of the request."""
+
+    version: str
+    worker: str
+    start: int
+    end: int
+    answer: int = 0
+
+
+@dataclass(slots=True)
+class ModelChoice:
+    """The model that a virtual model chose, by the rule with this name. `skipped`: the rules before
+    it, and models that failed, with the reasons. `discarded_model`: its answer was held back and
+    did not pass; `discarded_cost` is predicted if that answer was stopped."""
+
+    virtual_model: str = ""
+    model: str = ""
+    rule: str = ""
+    skipped: tuple[str, ...] = ()
+    discarded_model: str = ""
+    discarded_reason: str = ""
+    discarded_tokens: int = 0
+    discarded_cost: float | None = None
+    discarded_cost_is_predicted: bool = False
 
 
 @dataclass(slots=True)
@@ -273,7 +308,11 @@ class Receipt:
     images in the prompt. `render_s`: time to fetch and render them, before the request was queued.
     `fetched_tokens`: tokens that were not computed, because their KV was copied from the cache of
     `fetched_from` before prefill, in `fetch_s`.
-    `fetched_images`: those whose embeddings came from `encode_worker`, which took `encode_s`.
+    `fetched_images`: number of images whose embeddings `encode_worker` sent; encoding took
+    `encode_s`. `regions`: the labels of all workers that had data of the request. `forwarded_to`:
+    the other region that served it, or "". `spans`: who sampled the answer's tokens, if the weights
+    of its model have been updated.
+    `model_choice`: of a request for a virtual model; `cost` is of the model that answered.
     """
 
     queue_s: float = 0.0
@@ -301,11 +340,15 @@ class Receipt:
     fetched_images: int = 0
     encode_worker: str = ""
     encode_s: float = 0.0
+    regions: tuple[str, ...] = ()
+    forwarded_to: str = ""
+    spans: tuple[TokenSpan, ...] = ()
+    model_choice: ModelChoice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One revision of a LoRA adapter of `model`. `digest` is that of the files in `path`."""
+    """One revision of a LoRA adapter of `model`. `digest`: of the files in `path`."""
 
     name: str
     digest: str
@@ -314,9 +357,36 @@ class Adapter:
 
     @property
     def key(self) -> str:
-        """The name in engines and prefix hashes. It has the digest, so that another revision cannot
-        use KV of this one."""
+        """The name in engines and prefix hashes. It includes the digest, so that another revision
+        cannot reuse KV of this one."""
         return f"{self.name}@{self.digest}"
+
+
+class QuiesceMode(StrEnum):
+    """What happens to open answers while the weights of their workers change. WAIT: they end by
+    themselves. ABORT: they end with the tokens that they have. KEEP: they continue after the
+    update, computed again."""
+
+    WAIT = "wait"
+    ABORT = "abort"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """The weights of a model after an update in place. `sequence`: number of updates, 0 at the
+    start. `version`: the name that the trainer gave them. `digest`: of the files in `path`."""
+
+    sequence: int = 0
+    version: str = ""
+    path: str = ""
+    digest: str = ""
+
+    @property
+    def cache_prefix(self) -> str:
+        """Prefix of the cache salt of requests, so that KV of other weights is never found. A
+        client's salt has no NUL character, and a region's name is not empty."""
+        return f"\0{self.sequence} {self.version} {self.digest}\0" if self.sequence else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +407,17 @@ class MediaItem:
     data: bytes = field(default=b"", repr=False)
 
     def without_data(self) -> MediaItem:
-        """Return the item as decode workers get it."""
+        """Return the item as sent to decode workers."""
         return replace(self, data=b"")
+
+
+class ImageData(Protocol):
+    """The data of a prompt's images (pdserve/model/pixels.py)."""
+
+    @property
+    def size(self) -> int: ...
+    def move_to(self, file: IO[bytes]) -> None: ...
+    async def read(self) -> tuple[MediaItem, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,15 +445,20 @@ class Parsing:
     reasoning_kwargs_json: str
 
 
-@dataclass(slots=True)
-class GenerateRequest:
+Regions = frozenset[str] | None
+"""The regions in which the bytes of a request may be; None: anywhere."""
+
+
+class GenerateRequest(Struct, frozen=True):
     """A tokenised and validated request in the router. `deadline` is a time on the event loop's
     clock (see pdserve.net.deadline). A lower `priority` is served earlier, as in vLLM. `tenant` is
     empty if no API keys are required. `resume` are answer tokens that the client already has from
-    another router. Only requests with the same `cache_salt` share cached prefixes. `media`: the
-    prompt's images, which took `render_s` to fetch and render; without their data if the router
-    keeps it elsewhere, where `read_media` reads it. `session`: the client's id of the conversation,
-    empty if it sent none; `next_turn_s`: expected time until its next turn, 0 if not known."""
+    another router; `resume_text` is their text, if guards check answers. Only requests with the
+    same `cache_salt` share cached prefixes. `media`: the prompt's images without their data, which
+    `pixels` reads; it took `render_s` to fetch and render them. `session`: the client's id of the
+    conversation, empty if it sent none; `next_turn_s`: expected time until its next turn, 0 if not
+    known. `regions`: see router/placement/values.py. `storage`: where its KV may be kept in
+    tiers. `from_region`: the region whose router forwarded it here, or ""."""
 
     request_id: str
     model: str
@@ -386,22 +470,27 @@ class GenerateRequest:
     tenant: str = ""
     traceparent: str = ""  # from the client, or of the router's own span
     resume: tuple[int, ...] = ()
+    resume_text: str = ""
     adapter: Adapter | None = None
-    cache_salt: str = field(default="", repr=False)
+    cache_salt: str = ""
     parsing: Parsing | None = None
     reasoning_gate: ReasoningGate | None = None
     second_text_at: int = 0  # token index of the second text of a pair, for a cross-encoder
     media: tuple[MediaItem, ...] = ()
-    read_media: Callable[[], Awaitable[tuple[MediaItem, ...]]] | None = field(
-        default=None, repr=False
-    )
+    pixels: ImageData | None = None
     render_s: float = 0.0
-    session: str = field(default="", repr=False)
+    session: str = ""
     next_turn_s: float = 0.0
+    regions: Regions = None
+    storage: Regions = None
+    from_region: str = ""
+
+    def __repr__(self) -> str:
+        return f"GenerateRequest {self.request_id}"  # prompts and salts must not get into logs
 
     @property
     def served_name(self) -> str:
-        """The requested name: that of the adapter if there is one, else of the model."""
+        """The requested name: the adapter's if there is one, else the model's."""
         return self.model if self.adapter is None else self.adapter.name
 
     @property
@@ -410,7 +499,7 @@ class GenerateRequest:
 
     def under(self, traceparent: str) -> GenerateRequest:
         """Return a copy of the request with another parent span."""
-        return replace(self, traceparent=traceparent)
+        return structs.replace(self, traceparent=traceparent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,8 +507,8 @@ class ModelInfo:
     """A served model. `path`: location of the tokenizer's files on the worker. `tokenizer`: their
     digest (tokenizer.py), empty if there are none. `aliases`: further names of the model.
     `sampling_defaults`: sampling parameters for requests that do not set them. `cross_encoder`: it
-    scores pairs of texts and has no embeddings. `modalities`: the most items of each kind of media
-    in one prompt; empty if the model takes text alone."""
+    scores pairs of texts and has no embeddings. `modalities`: limit of items in one prompt by kind
+    of media; empty if the model accepts only text."""
 
     name: str
     path: str
@@ -448,12 +537,12 @@ class HandoffStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """The endpoint of a worker's KV transfers. `addresses`: by rank, stage after stage of a
-    pipeline, in each by tensor-parallel rank. `stage_layers`: how many layers of each KV-cache
-    group each stage holds; empty if there is one stage. Only workers with equal `compatibility`
-    exchange KV; `layout` explains its value. `embedding_bytes`: of an encode worker, which offers
-    embeddings of images in place of KV, the size of that of one token. `copies`: whether cached KV
-    may be copied from it and to it, before a prompt is computed."""
+    """The endpoint of a worker's KV transfers. `addresses`: by rank, ordered by pipeline stage,
+    then tensor-parallel rank. `stage_layers`: number of layers of each KV-cache group on each
+    stage; empty for one stage. Only workers with equal `compatibility` exchange KV; `layout`
+    explains its value. `embedding_bytes`: on an encode worker, which offers embeddings of images
+    instead of KV, the size of one token's embedding. `copies`: cached KV may be copied from it and
+    to it before a prompt is computed."""
 
     addresses: tuple[str, ...]
     compatibility: str
@@ -485,8 +574,8 @@ class WorkerInfo:
     `unsupported_fields`: sampling parameters that the engine rejects. `topology`: the configured
     labels of region, zone and host. `revision`: the deployed revision, or "". `device`: name of
     the GPUs, or "cpu". `devices`: number of GPUs or cores. `energy`: the energy meter, "nvml" or
-    "rapl", or the reason why there is none. `cores`, `gpus`: what it may use: CPU cores, and NVML
-    indexes of GPUs, empty for all. `group`: its data-parallel group, whose ranks compute in step,
+    "rapl", or the reason why there is none. `cores`, `gpus`: CPU cores and NVML indexes of GPUs
+    that it may use, empty for all. `group`: its data-parallel group, whose ranks step in lockstep,
     or "".
     """
 
@@ -519,8 +608,10 @@ class WorkerInfo:
 class WorkerLoad:
     """A worker's load, under vLLM's names. `progress` grows while the engine makes steps.
     `step_allowance_s`: expected upper bound of the current step. `tier_token_s`: mean time to load
-    a prompt token from host memory, 0 before the first load. `session_blocks`: blocks under leases
-    of sessions; `session_leases_ended`: how many of these leases have ended, by reason."""
+    a prompt token from host memory, 0 before the first load. `session_blocks`: blocks retained
+    for sessions; `retentions_ended`: number of ended retentions by reason. `starved_s`: seconds
+    since the last progress in which the engine waited for a CPU. `preemptions`, `draft_tokens` and
+    `accepted_draft_tokens` count since the start of the engine."""
 
     num_waiting_reqs: int
     num_running_reqs: int
@@ -531,7 +622,11 @@ class WorkerLoad:
     step_allowance_s: float = 0.0
     tier_token_s: float = 0.0
     session_blocks: int = 0
-    session_leases_ended: Mapping[str, int] = field(default_factory=dict)
+    retentions_ended: Mapping[str, int] = field(default_factory=dict)
+    starved_s: float = 0.0
+    preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 # The Account kind for time without work.
@@ -553,7 +648,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class KvLedger:
-    """Blocks that are currently pinned for transfers: pinned = in flight + leased."""
+    """Blocks that are pinned for transfers now. `leased_blocks`: held for a consumer."""
 
     in_flight_blocks: int = 0
     leased_blocks: int = 0
@@ -573,9 +668,9 @@ class KvLedger:
 class KvReport:
     """Statistics of a worker's KV transfers. `links`: number of connected links by transport.
     `totals`: counters since the worker started, by name. `quarantined_slots`: a slot is a peer's
-    access to this worker's memory, or a transport's staging buffer. It is quarantined when it is no
-    longer used but a peer may still write to it. `held_bytes`: device memory of transports besides
-    the KV cache. `downgrades`: links that use a slower transport than they could, by the producer's
+    access to this worker's memory, or a transport's staging buffer. It is quarantined if it is
+    unused but a peer may still write to it. `held_bytes`: device memory of transports besides the
+    KV cache. `downgrades`: links that use a slower transport than they could, by the producer's
     instance id, with the transport and the reason."""
 
     ledger: KvLedger

@@ -58,9 +58,17 @@ def check_drain_timeout(seconds: float, *, field: str) -> None:
         raise InvalidRequest(f"{field} must be between 0 and {_MAX_DRAIN_S:g}", field=field)
 
 
+def quiesce_mode(name: str) -> t.QuiesceMode:
+    """Return the mode with this name. Raises InvalidRequest."""
+    if name not in list(t.QuiesceMode):
+        text = f"mode must be one of {', '.join(t.QuiesceMode)}, not {name!r}"
+        raise InvalidRequest(text, field="mode")
+    return t.QuiesceMode(name)
+
+
 def prompt_command(token_ids: Sequence[int]) -> bytes:
-    """Return the bytes of a submit command that has only a prompt. Behind the bytes of another
-    submit command they give it this prompt: protobuf merges the two."""
+    """Return the bytes of a submit command that has only a prompt. Appended to another submit
+    command they set its prompt, because protobuf merges the two."""
     if not isinstance(token_ids, TokenIds):
         return w.Command(submit=w.Submit(prompt_token_ids=token_ids)).SerializeToString()
     prompt = _field(w.Submit.PROMPT_TOKEN_IDS_FIELD_NUMBER, token_ids.varints)
@@ -158,15 +166,27 @@ def logprobs_from_pb(messages: Iterable[c.PositionLogprobs]) -> tuple[t.Position
 
 usage_to_pb, usage_from_pb = _codec(t.Usage, c.Usage)
 _FLOAT = (float, float)
+_span_to_pb, _span_from_pb = _codec(t.TokenSpan, c.TokenSpan)
+_SPANS = (lambda xs: map(_span_to_pb, xs), lambda xs: tuple(map(_span_from_pb, xs)))
+choice_to_pb, choice_from_pb = _CHOICE = _codec(
+    t.ModelChoice,
+    c.ModelChoice,
+    optional=("discarded_cost",),
+    skipped=_TUPLE,
+    discarded_cost=_FLOAT,
+)
 receipt_to_pb, receipt_from_pb = _codec(
     t.Receipt,
     c.Receipt,
-    optional=("cost", "energy_j"),
+    optional=("cost", "energy_j", "model_choice"),
+    model_choice=_CHOICE,
     fallbacks=_TUPLE,
+    regions=_TUPLE,
+    spans=_SPANS,
     cost=_FLOAT,
     energy_j=_FLOAT,
 )
-load_to_pb, load_from_pb = _codec(t.WorkerLoad, w.WorkerLoad, session_leases_ended=_MAP)
+load_to_pb, load_from_pb = _codec(t.WorkerLoad, w.WorkerLoad, retentions_ended=_MAP)
 _error_to_pb, error_from_pb = _ERROR = _codec(ErrorInfo, c.Error)
 _TRANSFER = _codec(t.TransferReport, w.TransferReport)
 _REPORT = _codec(
@@ -189,6 +209,7 @@ delta_to_pb, _delta_from_pb = _codec(
     error=_ERROR,
 )
 adapter_to_pb, adapter_from_pb = _codec(t.Adapter, w.Adapter)
+weights_to_pb, weights_from_pb = _codec(t.ModelWeights, w.ModelWeights)
 _ledger_to_pb, ledger_from_pb = _codec(t.KvLedger, w.KvLedger)
 _MOMENTS = _codec(Moments, w.Moments, sums=_TUPLE)
 moments_to_pb, _moments_from_pb = _codec(
@@ -200,9 +221,9 @@ media_to_pb, _media_from_pb = _codec(t.MediaItem, w.MediaItem)
 
 
 def media_from_pb(messages: Sequence[w.MediaItem], prompt_tokens: int) -> tuple[t.MediaItem, ...]:
-    """Return the media of a prompt with so many tokens. Raises InvalidRequest naming the item, for
-    example for placeholder tokens outside the prompt. Items may overlap: a text token between two
-    images can belong to both."""
+    """Return the media of a prompt with `prompt_tokens` tokens. Raises InvalidRequest naming the
+    item, for example for placeholder tokens outside the prompt. Items may overlap: a text token
+    between two images can belong to both."""
     before = -1
     for index, item in enumerate(messages):
         reason = ""
@@ -325,12 +346,15 @@ _KV = _codec(
     handoff=(str, t.HandoffStyle),
     stage_layers=(stages_to_pb, stages_from_pb),
 )
+model_to_pb, model_from_pb = _MODEL = _codec(
+    t.ModelInfo, w.ModelInfo, aliases=_TUPLE, sampling_defaults=_MAP, modalities=_MAP
+)
 worker_to_pb, _worker_from_pb = _codec(
     t.WorkerInfo,
     w.WorkerInfo,
     optional=("kv",),
     role=(role_to_pb, role_from_pb),
-    model=_codec(t.ModelInfo, w.ModelInfo, aliases=_TUPLE, sampling_defaults=_MAP, modalities=_MAP),
+    model=_MODEL,
     kv=_KV,
     limits=_codec(t.EngineLimits, w.EngineLimits),
     gpus=_TUPLE,
@@ -396,7 +420,8 @@ _SAMPLING_FROM_PB: dict[str, Callable[[Any], Any]] = {
 
 
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
-    """Return the message of `params` without default values: most requests set few fields."""
+    """Return the message of `params` without default values, because most requests set few
+    fields."""
     values = zip(_SAMPLING, _sampling_of(params), _DEFAULTS, strict=True)
     given: dict[str, Any] = {name: value for name, value, default in values if value != default}
     if params.structured_output is not None:

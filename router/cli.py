@@ -6,10 +6,16 @@ import asyncio
 import gc
 import logging
 import signal
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
+from pdserve.background import background
 from pdserve.cli import flags
-from pdserve.cli.options import add_command, add_config_options, config_from, log_to_stderr
+from pdserve.cli.options import add_command, add_config_options, config_from
+from pdserve.config.watch import file_changes, file_state
+from pdserve.errors import ConfigError
+from pdserve.observe.logs import log_to_stderr
 from pdserve.process.child import add_child_options, served_process
 
 if TYPE_CHECKING:
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.cli.options import Subparsers
     from pdserve.config import RouterConfig
     from pdserve.process.child import Reports
+    from router.main import RouterServer
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +49,33 @@ def register(commands: Subparsers) -> None:
 def _router(args: argparse.Namespace) -> int:
     with served_process(args) as reports:
         config = config_from(args).router
-        log_to_stderr(config.log_level)
+        log_to_stderr(config.log.level, config.log.format)
         import uvloop
 
-        uvloop.run(_serve(config, reports))
+        uvloop.run(_serve(config, reports, args))
     return 0
 
 
-async def _serve(config: RouterConfig, reports: Reports) -> None:
-    """Serve until a signal, then let open requests finish. A second signal ends at once."""
+async def _follow_file(
+    server: RouterServer,
+    args: argparse.Namespace,
+    hup: asyncio.Event,
+    used: tuple[int, ...] | None,
+) -> None:
+    """Apply changes of the configuration file, after each change or when `hup` is set."""
+    from pdserve.observe.audit import Caller
+
+    async for was_asked in file_changes(args.config, hup, used):
+        caller = Caller("SIGHUP" if was_asked else f"file {args.config}")
+        try:
+            server.live.change((await asyncio.to_thread(config_from, args)).router, caller)
+        except ConfigError as error:
+            logger.error("the configuration stays as it was: %s", error.message)
+
+
+async def _serve(config: RouterConfig, reports: Reports, args: argparse.Namespace) -> None:
+    """Serve until a signal, then let open requests finish. A second signal ends at once. SIGHUP
+    reads the configuration file again, if there is one."""
     from pdserve.net.sockets import reachable
     from router.main import RouterServer
 
@@ -64,19 +89,27 @@ async def _serve(config: RouterConfig, reports: Reports) -> None:
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal)
+    hup, following, used = asyncio.Event(), AsyncExitStack(), None
+    if args.config is not None:
+        used = file_state(args.config)
+        loop.add_signal_handler(signal.SIGHUP, hup.set)
     server = RouterServer(config)
     try:
         addresses = await server.start()
         scheme = "https" if config.access.http_tls.cert_file else "http"
         http, grpc = f"{scheme}://{reachable(addresses.http)}", reachable(addresses.grpc)
         logger.info("serving HTTP at %s and gRPC at %s", http, grpc)
-        if config.shared_http_port:
-            logger.info("serving HTTP at the shared port %d", config.shared_http_port)
+        if config.http.shared_port:
+            logger.info("serving HTTP at the shared port %d", config.http.shared_port)
         reports.ready({"http": http, "grpc": grpc})
         gc.collect()
-        gc.freeze()  # garbage collection never walks what exists now
+        gc.freeze()  # garbage collection never visits the objects that exist now
         gc.set_threshold(*_GC_THRESHOLDS)
+        if args.config is not None:
+            follow = background("configuration", partial(_follow_file, server, args, hup, used))
+            await following.enter_async_context(follow)
         await stopped.wait()
         logger.info("stopping; open requests have %g s, until a second signal", config.stop_grace_s)
     finally:
+        await following.aclose()
         await server.stop()

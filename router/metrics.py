@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter as Tally
 from collections import defaultdict
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
+from pdserve.background import background
 from pdserve.observe.metrics import (
     METRICS,
     Histogram,
@@ -24,28 +26,35 @@ from pdserve.observe.metrics import (
     family,
     histogram_family,
     render,
+    watch_tasks,
 )
+from pdserve.security.tls import CertificateCollector
 from pdserve.types import Role
+from router.fleet.view import worker_views
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
-    from pdserve.config import SloConfig
-    from pdserve.errors import PdserveError
+    from pdserve.config import RouterConfig, SloConfig
     from pdserve.observe.metrics import Labelled, Row
-    from pdserve.types import Receipt, Usage, WorkerLoad
+    from pdserve.types import Receipt, Usage
     from router.admission import AdmissionController
     from router.admission.memory import MemoryGuard
+    from router.fleet.peers import RegionPeers
     from router.fleet.prefix_watch import PrefixWatcher
     from router.fleet.registry import Fleet
+    from router.fleet.view import WorkerView
+    from router.placement.peers import PeerView
     from router.placement.revisions import RevisionShares
 
-# Named here, so that each exists from the start and a misspelt name is a KeyError.
+# Listed here, so that each metric exists from the start and a misspelt name is a KeyError.
 _COUNTERS = (
     *("requests", "refusals", "fallbacks", "continuations", "slo_requests"),
+    *("forwarded_requests", "forward_failures", "peer_requests"),
+    *("api_responses", "guard_verdicts"),
     *("prompt_tokens", "cached_tokens", "generation_tokens", "kv_transfer_bytes"),
     *("pair_probes", "worker_probes", "parser_restarts"),
     *("body_process_failures", "responses_not_stored", "revision_requests"),
@@ -53,8 +62,12 @@ _COUNTERS = (
     *("session_turns", "recomputed_tokens", "fetched_images"),
     *("kv_fetches", "kv_fetched_tokens", "kv_fetched_blocks"),
     *("engine_seconds", "cost", "energy_joules", "cost_saved"),
+    *("model_choices", "escalations", "weights_updates"),
 )
-_LOADS = ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage", "session_blocks")
+_LOADS = (
+    *("num_running_reqs", "num_waiting_reqs", "kv_cache_usage", "session_blocks"),
+    *("preemptions", "draft_tokens", "accepted_draft_tokens"),
+)
 
 
 async def measure_loop_lag(observe: Callable[[float], None], period_s: float = 0.1) -> None:
@@ -67,7 +80,7 @@ async def measure_loop_lag(observe: Callable[[float], None], period_s: float = 0
 
 
 class _Histograms(dict[tuple[str, ...], Histogram]):
-    """Histograms of one metric by their labels, each made at its first use."""
+    """Histograms of one metric by labels, each created at its first use."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -78,12 +91,12 @@ class _Histograms(dict[tuple[str, ...], Histogram]):
 
 
 class RouterMetrics(Collector):
-    """All metrics of one router. Counters and histograms are plain numbers, because those of
-    prometheus_client cost a request ten times as much."""
+    """All metrics of one router. Counters and histograms are plain numbers, because
+    prometheus_client's cost a request ten times as much."""
 
     def __init__(self, slo: SloConfig) -> None:
         self.registry = CollectorRegistry()
-        self._slo = slo
+        self.slo = slo
         self._counts = {name: defaultdict[tuple[str, ...], float](float) for name in _COUNTERS}
         self._histograms = {
             spec.name: _Histograms(spec.bounds)
@@ -92,6 +105,8 @@ class RouterMetrics(Collector):
         }
         # Metrics read from other parts at each scrape: name, and function that returns the rows.
         self._readings: list[tuple[str, Callable[[], Iterable[Row]]]] = []
+        self._fleet: Fleet | None = None
+        self._models_seen: set[str] = set()  # models that had workers
         self.registry.register(self)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
@@ -105,6 +120,9 @@ class RouterMetrics(Collector):
             yield histogram_family(name, histograms.items())
         for name, rows in self._readings:
             yield family(name, rows())
+        if self._fleet is not None:
+            for name, found in _worker_rows(worker_views(self._fleet), self._models_seen):
+                yield family(name, found)
 
     def watch(
         self,
@@ -127,19 +145,19 @@ class RouterMetrics(Collector):
             tenants = admission.tenants
             return [((x,), tenants.concurrent(x)) for x in tenants.names()]
 
-        show("workers", partial(_workers, fleet, set()))
-        for field in _LOADS:
-            show(f"worker_{field}", partial(_loads, fleet, field))
-        show("worker_session_leases_ended", partial(_leases_ended, fleet))
-        show("worker_busy_seconds", partial(_busy, fleet))
+        self._fleet = fleet
         show("role_load", role_loads)
         show("role_workers_wanted", roles_wanted)
         show("tenant_requests_open", open_requests)
         show("revision_share", partial(_revision_shares, shares))
+        show(
+            "weights_update", lambda: [((x,), fleet.weights_of(x).sequence) for x in fleet.models()]
+        )
+        show("weights_laggards", partial(_laggards, fleet))
         show_one("requests_running", lambda: admission.running)
         show_one("requests_queued", lambda: admission.queued)
         show_one("kv_ejected_pairs", lambda: len(fleet.outliers.ejected(fleet.now())))
-        self.registry.register(KvCollector(lambda: _kv_reports(fleet)))
+        self.registry.register(KvCollector(partial(_kv_reports, fleet)))
         if watcher is not None:
             index = watcher.index
             show_one("prefix_blocks", lambda: len(index))
@@ -152,9 +170,21 @@ class RouterMetrics(Collector):
             ("memory_refusals", lambda: [((), memory.refused)]),
         ]
 
-    def watch_sessions(self, sessions: Sized) -> None:
+    def watch_peers(self, peers: RegionPeers) -> None:
+        """Add metrics that read the state of the other regions at each scrape."""
+
+        def rows(value: Callable[[PeerView], float]) -> Callable[[], Iterable[Row]]:
+            return lambda: [((x.region,), value(x)) for x in peers.views()]
+
+        self._readings += [
+            ("peer_open", rows(lambda x: not x.reason)),
+            ("peer_delay_seconds", rows(lambda x: x.delay_s)),
+            ("router_draining", lambda: [((), peers.draining)]),
+        ]
+
+    def watch_sessions(self, count: Callable[[], int]) -> None:
         """Add the number of sessions, read at each scrape."""
-        self._readings.append(("sessions", lambda: [((), len(sessions))]))
+        self._readings.append(("sessions", lambda: [((), count())]))
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         self._counts[name][labels] += by
@@ -165,11 +195,11 @@ class RouterMetrics(Collector):
     def histogram(self, name: str, *labels: str) -> Histogram:
         return self._histograms[name][labels]
 
-    def refused(self, model: str, tenant: str, error: PdserveError) -> None:
+    def refused(self, model: str, tenant: str, code: str, reason: str) -> None:
         """Count a request that ended before anything was sent to a worker."""
-        self.count("refusals", model, error.code, error.reason)
+        self.count("refusals", model, code, reason)
         if tenant:
-            self.count("tenant_refusals", tenant, error.code, error.reason)
+            self.count("tenant_refusals", tenant, code, reason)
 
     def answered(
         self,
@@ -192,12 +222,12 @@ class RouterMetrics(Collector):
         """
         self.histogram("time_to_first_token_seconds", model).observe(ttft_s, 1, trace_id)
         self.histogram("e2e_request_seconds", model).observe(e2e_s, 1, trace_id)
-        self._judge(model, revision, "ttft", ttft_s <= self._slo.ttft_s)
-        # One token has no gap to another.
+        self._judge(model, revision, "ttft", ttft_s <= self.slo.ttft_s)
+        # A single token has no TPOT.
         if longest > 1:
             tpot_s = (e2e_s - ttft_s) / (longest - 1)
             self.histogram("time_per_output_token_seconds", model).observe(tpot_s, 1, trace_id)
-            self._judge(model, revision, "tpot", tpot_s <= self._slo.tpot_s)
+            self._judge(model, revision, "tpot", tpot_s <= self.slo.tpot_s)
         if receipt.predicted_ttft_s and ttft_s > 0:
             self.observe("predicted_ttft_ratio", receipt.predicted_ttft_s / ttft_s, model)
         self.observe("request_queue_seconds", receipt.queue_s, model)
@@ -216,6 +246,18 @@ class RouterMetrics(Collector):
             self.count("tenant_tokens", tenant, "prompt", by=usage.prompt_tokens)
             self.count("tenant_tokens", tenant, "generated", by=usage.completion_tokens)
 
+    def left(
+        self, model: str, revision: str | None, *, ttft_s: float | None, waited_s: float
+    ) -> bool | None:
+        """Judge the TTFT of a request whose client left after `waited_s`. Return whether it met the
+        SLO. Return None and count nothing if the client left before the first token was due."""
+        limit_s = self.slo.ttft_s
+        if ttft_s is None and waited_s <= limit_s:
+            return None
+        is_met = ttft_s is not None and ttft_s <= limit_s
+        self._judge(model, revision, "ttft", is_met)
+        return is_met
+
     def _judge(self, model: str, revision: str | None, slo: str, is_met: bool) -> None:
         self.count("slo_requests", model, slo, "yes" if is_met else "no")
         self.count_revision(model, revision, slo, *([f"{slo}_met"] if is_met else ()))
@@ -232,39 +274,36 @@ class RouterMetrics(Collector):
         return {x[2]: int(n) for x, n in found if x[:2] == (model, revision)}
 
     def keep_revisions(self, model: str, revisions: Collection[str]) -> None:
-        """Drop the counts of other revisions of a model. Each rollout adds a label, so they would
+        """Drop the counts of other revisions of a model. Each rollout adds a label, so labels would
         grow without bound."""
         rows = self._counts["revision_requests"]
         for labels in [x for x in rows if x[0] == model and x[1] not in revisions]:
             del rows[labels]
 
 
-def _workers(fleet: Fleet, models: set[str]) -> Iterable[Row]:
-    """Yield a row for each role and state of every model that was ever seen, because an alert on a
-    count that becomes 0 needs the 0. `models` has the names seen before, and is updated."""
-    members = fleet.shown().values()
-    counts = Tally((m.info.model.name, m.info.role.value, m.state.value) for m in members)
-    models.update(m.info.model.name for m in members)
-    for labels in product(sorted(models), Role, MemberState):
-        yield labels, counts[labels]
+def _worker_rows(
+    views: Sequence[WorkerView], models: set[str]
+) -> Iterator[tuple[str, Iterable[Row]]]:
+    """Yield the metrics of workers: name and rows. Workers are counted for each role and state of
+    every model that was ever seen, because an alert on a count that becomes 0 needs the 0. `models`
+    has the names seen before, and is updated."""
+    counts = Tally((*view.labels[:2], view.state.value) for view in views)
+    models.update(view.info.model.name for view in views)
+    states = product(sorted(models), Role, MemberState)
+    yield "workers", [(labels, counts[labels]) for labels in states]
+    loads = [(view.labels, view.load) for view in views if view.load is not None]
+    for name in _LOADS:
+        yield f"worker_{name}", [(labels, getattr(load, name)) for labels, load in loads]
+    ended = [((*x, why), n) for x, load in loads for why, n in load.retentions_ended.items()]
+    yield "worker_retentions_ended", ended
+    busy = [(view.labels, view.busy_s) for view in views if view.busy_s is not None]
+    yield "worker_busy_seconds", busy
 
 
-def _reported_loads(fleet: Fleet) -> Iterator[tuple[tuple[str, str, str], WorkerLoad]]:
-    for m in fleet.members.values():
-        load = m.reported.load
-        if load is not None and not m.lost:
-            yield (m.info.model.name, m.info.role.value, m.worker_id), load
-
-
-def _loads(fleet: Fleet, field: str) -> Iterator[Row]:
-    for labels, load in _reported_loads(fleet):
-        yield labels, getattr(load, field)
-
-
-def _leases_ended(fleet: Fleet) -> Iterator[Row]:
-    for labels, load in _reported_loads(fleet):
-        for reason, count in load.session_leases_ended.items():
-            yield (*labels, reason), count
+def _laggards(fleet: Fleet) -> Iterator[Row]:
+    outdated = [m for m in fleet.members.values() if m.is_outdated and not m.lost]
+    for model in fleet.models():
+        yield (model,), sum(m.info.model.name == model for m in outdated)
 
 
 def _revision_shares(shares: RevisionShares) -> Iterator[Row]:
@@ -273,15 +312,21 @@ def _revision_shares(shares: RevisionShares) -> Iterator[Row]:
             yield (model, revision), share
 
 
-def _busy(fleet: Fleet) -> Iterator[Row]:
-    for m in fleet.members.values():
-        busy_s = m.reported.busy_s
-        if busy_s is not None and not m.lost:
-            yield (m.info.model.name, m.info.role.value, m.worker_id), busy_s
+def _kv_reports(fleet: Fleet) -> list[Labelled]:
+    return [(view.info, view.kv) for view in worker_views(fleet) if view.kv is not None]
 
 
-def _kv_reports(fleet: Fleet) -> Iterator[Labelled]:
-    for member in fleet.members.values():
-        kv = member.reported.kv
-        if kv is not None and not member.lost:
-            yield member.info, kv
+@asynccontextmanager
+async def open_metrics(config: RouterConfig, memory: MemoryGuard) -> AsyncIterator[RouterMetrics]:
+    """Open the metrics for the context, and measure this process: memory, event loop, tasks and
+    certificates."""
+    metrics = RouterMetrics(config.slo)
+    watch_tasks(metrics.registry)
+    metrics.watch_memory(memory)
+    metrics.registry.register(CertificateCollector(config.access))
+    lag = metrics.histogram("event_loop_lag_seconds").observe
+    async with (
+        background("memory", memory.run),
+        background("event-loop-lag", partial(measure_loop_lag, lag)),
+    ):
+        yield metrics

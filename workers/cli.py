@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from pdserve.cli import flags
-from pdserve.cli.options import add_command, add_config_options, config_from, log_to_stderr
+from pdserve.cli.options import add_command, add_config_options, config_from
+from pdserve.observe.logs import log_to_stderr
 from pdserve.process.child import add_child_options, exit_at_once, served_process
+from pdserve.process.gpus import check_packages
 
 if TYPE_CHECKING:
     import argparse
@@ -19,15 +21,15 @@ _FLAGS = {
     "--port": "worker.port",
     "--router": "worker.routers",
     "--cores": "worker.cores",
-    "--nnodes": "worker.nnodes",
-    "--node-rank": "worker.node_rank",
-    "--master-addr": "worker.master_addr",
-    "--master-port": "worker.master_port",
-    "--data-parallel-size": "worker.data_parallel_size",
-    "--data-parallel-rank": "worker.data_parallel_rank",
-    "--data-parallel-address": "worker.data_parallel_address",
-    "--data-parallel-port": "worker.data_parallel_port",
-    "--data-parallel-group": "worker.data_parallel_group",
+    "--nnodes": "worker.nodes.count",
+    "--node-rank": "worker.nodes.rank",
+    "--master-addr": "worker.nodes.address",
+    "--master-port": "worker.nodes.port",
+    "--data-parallel-size": "worker.data_parallel.size",
+    "--data-parallel-rank": "worker.data_parallel.rank",
+    "--data-parallel-address": "worker.data_parallel.address",
+    "--data-parallel-port": "worker.data_parallel.port",
+    "--data-parallel-group": "worker.data_parallel.group",
     **flags.ENGINE,
     "--require-auth": "worker.access.require_auth",
 }
@@ -49,7 +51,9 @@ def register(commands: Subparsers) -> None:
 def _worker(args: argparse.Namespace) -> NoReturn:
     with served_process(args) as reports:
         config = config_from(args).worker
-        log_to_stderr(config.log_level)
+        if config.engine == "vllm":
+            check_packages()
+        log_to_stderr(config.log.level, config.log.format)
         from workers.main import run_worker
 
         code = run_worker(config, reports=reports)

@@ -9,7 +9,7 @@ tests/unit/workers/test_fake_engine.py tests these promises on the fake engine, 
 3.  `submit` never blocks. A refused request ends with FinishReason.ERROR and an error that names
     the field.
 4.  A prefill samples exactly one token, reports it, and holds its blocks until the decode worker
-    has them or cancels, or the lease expires. If that token ends the answer, the finish reason is
+    has them or cancels, or the hold ends. If that token ends the answer, the finish reason is
     `stop` and the blocks are released at once. Otherwise the finish reason is `length`. A prefill
     that needs `min_cached_tokens`, and finds fewer, fails with a `transfer_failed` error instead.
 5.  A decode reserves its blocks, then waits for the KV and the first token from the producer. Its
@@ -41,13 +41,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from pdserve.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
+from pdserve.errors import ContextLengthExceeded, InvalidRequest, TransferFailed, Unavailable
 from pdserve.types import ErrorInfo, FinishReason, StreamDelta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kv_transfer.embeddings import EmbeddingSource
+    from kv_transfer.image_features import ImageFeatureSource
     from kv_transfer.protocol.snapshot import KvState
     from pdserve.errors import PdserveError
     from pdserve.types import (
@@ -62,31 +62,29 @@ if TYPE_CHECKING:
         WorkerLoad,
     )
     from pdserve.v1 import worker_pb2 as w
-    from workers.metering.accounting import BusyTime
+    from workers.metering.worker_account import BusyTime
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPhase:
     """Compute the prompt's KV and one token for the decode worker that presents `transfer_id`.
-    Fetch the embeddings of the prompt's images from `embeddings`; compute those that do not come.
-
-    With fewer than `min_cached_tokens` of the prompt cached, compute nothing and fail: the request
-    only copies cached KV to another worker.
+    Fetch the embeddings of the prompt's images from `embeddings`; compute missing ones. With fewer
+    than `min_cached_tokens` of the prompt cached, compute nothing and fail. Such a request only
+    copies cached KV to another worker.
     """
 
     transfer_id: str
     min_cached_tokens: int = 0
-    embeddings: EmbeddingSource | None = None
+    embeddings: ImageFeatureSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """Receive KV and first token from the worker at `producer_addresses`, then continue. A producer
-    with several pipeline stages has told `producer_stage_layers` (KvEndpoint).
-
-    If decode starts only after prefill, `kv_handle` comes from the prefill's last delta, and the
-    first token is in `resume_token_ids`. With `live` the producer has decoded all of
-    `resume_token_ids`: it sends the KV of all but the last of them, and no token.
+    """Receive KV and first token from the worker at `producer_addresses`, then continue.
+    `producer_stage_layers`: of a producer with several pipeline stages (KvEndpoint). If decode
+    starts only after prefill, `kv_handle` is from the prefill's last delta, and the first token is
+    in `resume_token_ids`. With `live` the producer has decoded all `resume_token_ids`; it sends the
+    KV of all except the last, and no token.
     """
 
     transfer_id: str
@@ -113,7 +111,7 @@ class PoolingPhase:
 @dataclass(frozen=True, slots=True)
 class EncodePhase:
     """Compute the embeddings of the prompt's images for the worker that presents `transfer_id`
-    (EmbeddingSource)."""
+    (ImageFeatureSource)."""
 
     transfer_id: str
 
@@ -135,17 +133,18 @@ class Work:
     cache_salt: str = field(default="", repr=False)  # a cached prefix needs an equal salt
     reasoning_gate: ReasoningGate | None = None
     media: tuple[MediaItem, ...] = ()  # in order of their offsets
-    # Of a session: expected time until its next turn, 0 if not known. None without a session.
+    # Expected time until the session's next turn, 0 if unknown. None without a session.
     next_turn_s: float | None = None
+    no_tiers: bool = False  # its KV must not be stored in tiers
 
     @property
     def has_all_media(self) -> bool:
-        """True if an engine can compute the prompt, as far as media is concerned."""
+        """True if all media have their data, so that an engine can compute the prompt."""
         return all(item.data for item in self.media)
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """Number of alternatives to report for each prompt token; None for no logprobs."""
+        """Number of alternatives to report for each prompt token; None for no prompt logprobs."""
         is_new = not self.resume_token_ids and not isinstance(self.phase, DecodePhase)
         return self.sampling.prompt_logprobs if is_new else None
 
@@ -190,9 +189,9 @@ class CacheChange:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an engine reports at once. Apply `cache`, a change of the prefix cache, before the
-    deltas. Engines that do not know their changes never report one. `failure` is reported once, by
-    an engine that died; later results only refuse work."""
+    """One report of an engine. Apply `cache`, a change of the prefix cache, before the deltas;
+    engines that do not know their changes never report one. `failure`: reported once, by an engine
+    that died; later results only refuse work."""
 
     deltas: Sequence[StreamDelta] = ()
     cache: CacheChange | None = None
@@ -238,7 +237,7 @@ class Engine(Protocol):
     def results(self) -> StepResults: ...
 
     async def start(self) -> EngineInfo:
-        """Load the model. Results come from then on."""
+        """Load the model. Afterwards `results` yields."""
         ...
 
     def submit(self, work: Work) -> None: ...
@@ -278,6 +277,16 @@ class Engine(Protocol):
         """Unload an adapter that no request uses. Ignore an unknown key."""
         ...
 
+    async def check_weights(self, path: str) -> str:
+        """Return the digest of the checkpoint in the directory `path`. Raises InvalidRequest if the
+        engine cannot take its weights."""
+        ...
+
+    async def update_weights(self, path: str) -> None:
+        """Load the weights in the directory `path`, and forget all cached KV. There are no requests
+        in the engine. After an error its weights are unknown."""
+        ...
+
     async def close(self) -> None:
         """End all streams and release the engine. Idempotent."""
         ...
@@ -286,7 +295,9 @@ class Engine(Protocol):
 NO_LORA = "the engine takes no LoRA adapters; set worker.engine_args.enable_lora to true"
 
 
-def check_work(work: Work, model: ModelInfo, *, has_kv: bool) -> None:
+def check_work(
+    work: Work, model: ModelInfo, unsupported_fields: tuple[str, ...], *, has_kv: bool
+) -> None:
     """Raise an error if no engine of this model can run `work`."""
     sampling, prompt = work.sampling, len(work.prompt_token_ids)
     if not prompt:
@@ -297,7 +308,8 @@ def check_work(work: Work, model: ModelInfo, *, has_kv: bool) -> None:
             raise InvalidRequest(
                 f"{name} has a token outside the vocabulary of {model.vocab_size}", field=name
             )
-    if prompt + sampling.max_tokens > model.max_model_len:
+    answer = 0 if isinstance(work.phase, PoolingPhase) else sampling.max_tokens
+    if prompt + answer > model.max_model_len:
         raise ContextLengthExceeded(
             f"the prompt has {prompt} tokens and max_tokens is {sampling.max_tokens}, "
             f"which together exceed the model's context of {model.max_model_len}",
@@ -314,6 +326,7 @@ def check_work(work: Work, model: ModelInfo, *, has_kv: bool) -> None:
         raise TransferFailed("the prompt must be computed, and media has no data", field="media")
     if sampling.n != 1:
         raise InvalidRequest(f"n must be 1 on a worker, not {sampling.n}", field="n")
+    sampling.check_supported(unsupported_fields)
     if not has_kv and isinstance(work.phase, PrefillPhase | DecodePhase):
         raise InvalidRequest("this worker's engine cannot exchange KV", field="phase")
 
@@ -336,7 +349,7 @@ class _ContentPart(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """What every engine reads of a message. Chat templates may read more."""
+    """The fields of a message that every engine reads. Chat templates may read more."""
 
     role: str
     content: str | list[_ContentPart] | None = None
@@ -360,3 +373,8 @@ def ended_by(stream_id: int, error: PdserveError) -> StreamDelta:
     """Return the last delta of a stream that ends with `error`."""
     info = ErrorInfo(error.code, error.message, error.field, error.retry_after_s)
     return StreamDelta(stream_id, finish_reason=FinishReason.ERROR, error=info)
+
+
+def not_exported(stream_id: int) -> StreamDelta:
+    """Return the last delta of a stream whose blocks cannot be held."""
+    return ended_by(stream_id, Unavailable("the KV of the stream is not complete here"))

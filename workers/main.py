@@ -15,10 +15,10 @@ from pdserve.errors import ConfigError
 from pdserve.model.hub import with_directories
 from pdserve.process.child import TAKE_REQUESTS, Reports
 from pdserve.process.gpus import gpu_environment
-from workers.engines import make_engine, vllm_settings
+from workers.make_engine import make_engine, vllm_settings
 from workers.server import WorkerServer
-from workers.vllm import settings
-from workers.vllm.follower import run_follower
+from workers.vllm.ranks.follower import run_follower
+from workers.vllm.start import settings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine
@@ -40,14 +40,14 @@ _THREAD_POOLS = (
 
 
 def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
-    """Serve until a signal, or a drain that is to stop the process; then drain. A second signal
-    ends the drain. Return 0 after a requested stop, 1 if engine or registration failed.
+    """Serve until a signal, or a drain that stops the process; then drain. A second signal ends the
+    drain. Return 0 after a requested stop, 1 if engine or registration failed.
 
     Raises ConfigError for a configuration that cannot be served.
     """
     pin(config.cores, thread_pools=not config.gpus)
     os.environ.update(gpu_environment(config.gpus))
-    if config.node_rank:
+    if config.nodes.rank:
         return _run_follower(with_directories(config), reports or Reports(None))
     import uvloop
 
@@ -60,10 +60,10 @@ def thread_environment(cores: Collection[int]) -> dict[str, str]:
 
 
 def pin(cores: Collection[int], *, thread_pools: bool = True) -> None:
-    """Pin this process and its children to `cores`, if there are any: engines of one machine that
-    each start a thread for every core slow one another down. With `thread_pools`, also give every
-    pool that many threads. vLLM on a GPU does that itself, and serves with one, but only if
-    OMP_NUM_THREADS is not set.
+    """Pin this process and its children to `cores`, if any, because engines of one machine that
+    each start a thread for every core slow one another down. With `thread_pools`, also limit every
+    thread pool to that number. vLLM on a GPU sets one thread itself, but only if OMP_NUM_THREADS is
+    not set.
 
     Raises ConfigError for cores that this process may not use, and RuntimeError if torch is
     imported already, which is too late.
@@ -88,13 +88,13 @@ def _run_follower(config: WorkerConfig, reports: Reports) -> int:
     failure = run_follower(vllm_settings(config), head_timeout_s, reports)
     if not failure:
         return EXIT_OK
-    logger.error("node %d of the worker ended: %s", config.node_rank, failure)
+    logger.error("node %d of the worker ended: %s", config.nodes.rank, failure)
     reports.failed(failure)
     return EXIT_FAILED
 
 
 async def _run(config: WorkerConfig, reports: Reports) -> int:
-    # Begins with what people know the worker by: the KV plane has no other name of its peers.
+    # Begins with the worker's id, because the KV plane has no other name of its peers.
     instance_id = f"{config.worker_id or config.role}-{uuid.uuid4().hex}"
     engine = make_engine(config, instance_id, reports.doing)
     server = WorkerServer(config, engine=engine, instance_id=instance_id)
@@ -107,7 +107,7 @@ async def _run(config: WorkerConfig, reports: Reports) -> int:
         serving = _serve(server, reports, config.served_names[0], promoted)
         failure = await _unless(signals, serving)
         if failure is None and server.routers.has_started:
-            await _unless(signals, server.drain(config.drain_timeout_s, stop=True))
+            await _unless(signals, server.readiness.drain(config.drain_timeout_s, stop=True))
     except ConfigError:
         raise
     except Exception as error:
@@ -137,7 +137,7 @@ async def _serve(
     failed, refused = server.service.failed, server.routers.failed
     registered = asyncio.ensure_future(server.registered())
     promotion = asyncio.ensure_future(promoted.wait())
-    ends: set[asyncio.Future[Any]] = {failed, refused, server.told_to_stop}
+    ends: set[asyncio.Future[Any]] = {failed, refused, server.readiness.stop_requested}
     try:
         await asyncio.wait({registered, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if registered.done():
@@ -145,7 +145,7 @@ async def _serve(
             reports.ready({**facts, "address": info.address, "debug": info.debug_address})
             await asyncio.wait({promotion, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if promotion.done():
-                await server.undrain()
+                await server.readiness.undrain()
                 logger.info("takes requests")
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -157,7 +157,7 @@ async def _serve(
 
 
 async def _unless(signals: asyncio.Queue[signal.Signals], action: Coroutine[Any, Any, Any]) -> Any:
-    """Return what `action` returns; cancel it and return None if a signal comes first."""
+    """Return the result of `action`; cancel it and return None if a signal arrives first."""
     task, stop = asyncio.ensure_future(action), asyncio.ensure_future(signals.get())
     try:
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,11 +1,9 @@
 """The parser process of a router: it finds tool calls and reasoning in answers.
 
-vLLM's parsers import torch, and some take milliseconds per token, so they run in a process of their
-own. One thread handles one command at a time and replies before it reads the next. If the process
-dies or hangs, the oldest command without a reply is therefore the cause. An answer that takes too
-much CPU time is given up.
-
-    python -m workers.parser --socket FD --parent-pid PID
+vLLM's parsers import torch, and some take milliseconds per token, so they run in a separate
+process. One thread handles one command at a time and replies before it reads the next. If the
+process dies or hangs, the oldest command without a reply is therefore the cause. An answer that
+takes too much CPU time is given up.
 """
 
 from __future__ import annotations
@@ -16,25 +14,24 @@ import gc
 import logging
 import os
 import signal
-import socket
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve import wire
 from pdserve.errors import AnswerNotParsed, ParserFailed, PdserveError
-from pdserve.net import framing
-from pdserve.process.child import die_with, exit_at_once
+from pdserve.observe.logs import log_to_stderr
+from pdserve.process.child import exit_at_once
+from pdserve.process.child_pool import calls, connected, reply
 from pdserve.v1 import parser_pb2 as p
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
     from types import FrameType
 
-    from workers.vllm.parsing import RequestParsers
+    from workers.vllm.parsing.request_parsers import RequestParsers
 
-_READ_BYTES = 1 << 18
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -85,7 +82,7 @@ class Parsers:
         reply = p.ParserReply(stream_id=stream_id)
         match command.WhichOneof("command"):
             case "open":
-                from workers.vllm.parsing import RequestParsers
+                from workers.vllm.parsing.request_parsers import RequestParsers
 
                 resumed_s = self._limits.token_s * len(command.open.resume_token_ids)
                 with _errors_in(reply, ParserFailed), _limited(self._limits.open_s + resumed_s):
@@ -94,7 +91,7 @@ class Parsers:
                     reply.plan.CopyFrom(parsed.plan)
             case "input":
                 given, opened = command.input, self._open.get(stream_id)
-                if opened is None:  # it failed before, and the router has not read that yet
+                if opened is None:  # it failed, and the router has not read the reply yet
                     given_up = AnswerNotParsed("the answer was given up")
                     reply.error.CopyFrom(wire.error_to_pb(given_up))
                     return reply
@@ -116,7 +113,7 @@ class Parsers:
 def _limited(cpu_s: float) -> Iterator[None]:
     """Raise _TooSlow in this context after `cpu_s` of CPU time. Native code is not interrupted; the
     router kills the process then."""
-    signal.setitimer(signal.ITIMER_PROF, max(cpu_s, 0.001))  # 0 would be no limit
+    signal.setitimer(signal.ITIMER_PROF, max(cpu_s, 0.001))  # 0 would disable the limit
     try:
         yield
     finally:
@@ -149,34 +146,25 @@ def _errors_in(
 def serve(sock: socket.socket, parsers: Parsers) -> None:
     """Serve a router until it closes the connection. Called on the main thread."""
     signal.signal(signal.SIGPROF, _give_up)
-    frames = framing.FrameParser(p.ParserCommand)
-    sock.sendall(framing.pack(p.ParserReply()))
-    while data := sock.recv(_READ_BYTES):
-        for command in frames.feed(data):
-            if (reply := parsers.handle(command)) is not None:
-                sock.sendall(framing.pack(reply))
+    for data in calls(sock):
+        if (answer := parsers.handle(p.ParserCommand.FromString(data))) is not None:
+            reply(sock, answer.SerializeToString())
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(prog="workers.parser")
-    arguments.add_argument("--socket", type=int, required=True)
-    arguments.add_argument("--parent-pid", type=int, required=True)
-    args = arguments.parse_args()
-    die_with(args.parent_pid)
-    logging.basicConfig(
-        stream=sys.stderr, level="INFO", format="%(levelname)s %(name)s: %(message)s"
-    )
+    _, sock = connected(argparse.ArgumentParser(prog="workers.parser"))
+    log_to_stderr("info")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Garbage collection takes a fifth of the time and frees nothing, while a client waits.
     gc.disable()
-    import workers.vllm.parsing  # noqa: F401 - takes seconds, and may fail
+    import workers.vllm.parsing.request_parsers  # noqa: F401 - takes seconds, and may fail
 
     gc.freeze()
     gc.enable()
 
     router_has_ended = (ConnectionError, KeyboardInterrupt)
-    with socket.socket(fileno=args.socket) as sock, contextlib.suppress(*router_has_ended):
+    with sock, contextlib.suppress(*router_has_ended):
         serve(sock, Parsers())
     exit_at_once(0)
 

@@ -7,13 +7,14 @@ import logging
 import os
 import uuid
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING
 
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.config import is_exposed
-from pdserve.errors import ConfigError, PdserveError, Unavailable
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.net import rpc
 from pdserve.net.framing import MAX_UNSENT_BYTES
 from pdserve.net.http_server import HttpServer, bind
@@ -23,20 +24,26 @@ from pdserve.security.browsers import BrowserGuard
 from pdserve.security.roles import Party, make_guard
 from pdserve.security.tls import CertificateCollector, dialer, server_context, server_credentials
 from pdserve.types import WorkerInfo
-from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from workers.debug_http import debug_handler
-from workers.drain import DrainManager, DrainTiming
-from workers.engines import make_engine
-from workers.intake import Intake
+from workers.control import readiness
+from workers.control.readiness import Readiness
+from workers.control.weights_update import WeightsUpdater
+from workers.control.worker_drain import DrainManager, DrainTiming
+from workers.control.worker_intake import WorkerIntake
+from workers.link.control_rpc import ControlServicer
+from workers.link.debug_http import debug_handler
+from workers.link.registration import Registrations
+from workers.link.router_link import OpenLinks, RouterLink
+from workers.make_engine import make_engine
 from workers.metering.energy import Unmeasured, meter, nvml_counter, rapl_counter
 from workers.metering.gpu_health import Gpus
-from workers.registration import Registrations
 from workers.service import WorkerService
-from workers.servicer import ControlServicer
-from workers.state import WorkerState
 
 if TYPE_CHECKING:
+    import socket
+
+    import grpc
+
     from pdserve.config import WorkerConfig
     from workers.engine import Engine, EngineInfo
     from workers.metering.energy import Counter
@@ -45,13 +52,11 @@ logger = logging.getLogger(__name__)
 
 GRPC_STOP_S = 2.0
 _DRAIN_TIMING = DrainTiming()
-_SERVICE = w.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 class WorkerServer:
-    """Owns everything of a worker. Call `start` once, then `stop`, in one event loop.
-
-    `instance_id` changes at every start. Only tests give the keywords.
+    """Owns all parts of a worker. Call `start` once, then `stop`, in one event loop. `instance_id`
+    changes at every start. Only tests set the keywords.
     """
 
     def __init__(
@@ -65,34 +70,40 @@ class WorkerServer:
     ) -> None:
         self.instance_id = instance_id or uuid.uuid4().hex
         self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.instance_id[-6:]}"
-        # Done when an operator asked over the network that the process end.
-        self.told_to_stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = config
         self._stack = AsyncExitStack()
-        self._health = health.aio.HealthServicer()
         self._gpus = Gpus()
-        self._is_stopping = False
-        self._is_out = config.warm  # drained by an operator or a signal, or from the start
-        self._unhealthy = ""  # the fault of the machine
         self._guard = make_guard(config.access, shared_with=Party.ROUTER, host=config.host)
         self.routers = Registrations(config.routers, dialer=dialer(config.access))
         self._tracing = open_tracing(
             config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
         )
-        self.intake = Intake(config.role, is_drained=config.warm)
+        self.intake = WorkerIntake(config.role, is_drained=config.warm)
+        engine = engine or make_engine(config, self.instance_id)
         self.service = WorkerService(
-            engine or make_engine(config, self.instance_id),
+            engine,
             self.intake,
-            self.instance_id,
             renew=self.routers.renew,
-            guard=self._guard,
             tracing=self._tracing,
+        )
+        self.links = OpenLinks()
+        self._new_link = partial(
+            RouterLink,
+            self.instance_id,
+            self.service,
+            self.links,
+            self._guard,
             max_unsent_bytes=max_unsent_bytes,
         )
         self.drains = DrainManager(self.intake, self.service, self.routers, timing=drain_timing)
-        self._control = ControlServicer(
-            self, self.service, self.drains, adapter_directories=config.adapter_directories
+        self.weights = WeightsUpdater(
+            engine,
+            self.intake,
+            self.service,
+            self.routers,
+            allowed=config.weights_directories,
         )
+        self.readiness = Readiness(self.intake, self.service, self.routers, self.drains, self._gpus)
 
     @property
     def info(self) -> WorkerInfo:
@@ -100,9 +111,8 @@ class WorkerServer:
         return self.routers.info
 
     async def start(self) -> WorkerInfo:
-        """Load the model, serve, and begin to register. Nothing is left behind on an error.
-
-        Raises ConfigError for an address that cannot be used, and what the engine's start raises.
+        """Load the model, serve, and begin to register. All parts are closed on an error. Raises
+        ConfigError for an address that cannot be used, and the errors of the engine's start.
         """
         try:
             return await self._start()
@@ -112,29 +122,12 @@ class WorkerServer:
 
     async def _start(self) -> WorkerInfo:
         config, stack = self._config, self._stack
-        if self._tracing is not None:
-            stack.push_async_callback(asyncio.to_thread, self._tracing.close)
-        stack.push_async_callback(self.service.close)
-        engine = await self.service.start()
-        for name, path in config.adapters.items():
-            try:
-                await self.service.adapters.load(name, path, engine.model.name)
-            except PdserveError as error:
-                raise ConfigError(
-                    f"adapters.{name}: {error.message}", field=f"adapters.{name}"
-                ) from error
-        session_address = await self._listen_for_sessions()
-        server = rpc.make_server(self._guard)
-        credentials = server_credentials(config.access.tls)
-        try:
-            port = rpc.listen(server, join_address(config.host, config.port), credentials)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {config.host} port {config.port}", field="port"
-            ) from error
+        engine = await self._start_engine()
+        session_address = await self._listen_for_routers()
+        server, port = self._listen_for_calls()
         debug = None
-        if config.debug_host:
-            debug = bind(config.debug_host, config.debug_port, key="debug_port")
+        if config.debug.host:
+            debug = bind(config.debug.host, config.debug.port, key="debug.port")
         counter, energy = self._open_counter(engine.gpus)
         info = self._describe(
             engine,
@@ -143,26 +136,15 @@ class WorkerServer:
             session_address=session_address,
             debug_address=join_address(*debug.getsockname()[:2]) if debug else "",
         )
-        add_WorkerServicer_to_server(self._control, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
         await server.start()
         stack.push_async_callback(server.stop, GRPC_STOP_S)
         if debug is not None:
-            shown = (self._gpus, CertificateCollector(config.access))
-            browsers = BrowserGuard(checks_host=not is_exposed(config.debug_host))
-            pages = debug_handler(
-                self.service, self.intake, lambda: self.info, shown, self.unready, browsers
-            )
-            web = HttpServer(pages, debug)
-            stack.push_async_callback(web.stop)
-            await web.start()
-        self.routers.start(info, self.state, self.service.account)
+            await self._serve_pages(debug)
+        self.routers.start(info, self.readiness.state, self.service.account)
         stack.push_async_callback(self.routers.stop)
         watches = [
-            ("gpu-watch", self._gpus.watch(engine.gpus, self.set_unhealthy)),
-            ("health", self._watch_health()),
+            ("gpu-watch", self._gpus.watch(engine.gpus, self.readiness.set_unhealthy)),
+            ("health", self.readiness.watch()),
         ]
         if counter is not None:
             watches.append(("energy", meter(counter, self.service.account)))
@@ -170,10 +152,65 @@ class WorkerServer:
             stack.push_async_callback(_cancel, asyncio.create_task(watch, name=name))
         return info
 
+    async def _start_engine(self) -> EngineInfo:
+        """Load the model and the configured adapters."""
+        if self._tracing is not None:
+            self._stack.push_async_callback(asyncio.to_thread, self._tracing.close)
+        self._stack.push_async_callback(self.links.closed)
+        self._stack.push_async_callback(self.service.close)
+        engine = await self.service.start()
+        for name, path in self._config.adapters.items():
+            try:
+                await self.service.adapters.load(name, path, engine.model.name)
+            except PdserveError as error:
+                raise ConfigError(
+                    f"adapters.{name}: {error.message}", field=f"adapters.{name}"
+                ) from error
+        return engine
+
+    def _listen_for_calls(self) -> tuple[grpc.aio.Server, int]:
+        """Return the gRPC server, which is not started yet, and its port."""
+        config = self._config
+        server = rpc.make_server(self._guard)
+        control = ControlServicer(
+            self.routers,
+            self.service,
+            self.readiness,
+            self.drains,
+            self.weights,
+            adapter_directories=config.adapter_directories,
+        )
+        add_WorkerServicer_to_server(control, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.readiness.health, server)
+        names = (readiness.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        credentials = server_credentials(config.access.tls)
+        try:
+            return server, rpc.listen(server, join_address(config.host, config.port), credentials)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host} port {config.port}", field="port"
+            ) from error
+
+    async def _serve_pages(self, debug: socket.socket) -> None:
+        shown = (self._gpus, CertificateCollector(self._config.access))
+        browsers = BrowserGuard(checks_host=not is_exposed(self._config.debug.host))
+        pages = debug_handler(
+            self.service,
+            self.intake,
+            lambda: self.info,
+            shown,
+            self.readiness.why_unready,
+            browsers,
+        )
+        web = HttpServer(pages, debug)
+        self._stack.push_async_callback(web.stop)
+        await web.start()
+
     def _open_counter(self, gpus: int) -> tuple[Counter | None, str]:
-        """Return the counter of energy, and its name or why there is none."""
-        if self._config.nnodes > 1:
-            return None, f"not measured: the worker runs on {self._config.nnodes} nodes"
+        """Return (energy counter, its name), or (None, why there is none)."""
+        if self._config.nodes.count > 1:
+            return None, f"not measured: the worker runs on {self._config.nodes.count} nodes"
         counter = nvml_counter(gpus) if gpus else rapl_counter()
         try:
             return self._stack.enter_context(counter), "nvml" if gpus else "rapl"
@@ -181,96 +218,34 @@ class WorkerServer:
             logger.info("energy is not measured: %s", reason)
             return None, f"not measured: {reason}"
 
-    async def _listen_for_sessions(self) -> str:
+    async def _listen_for_routers(self) -> str:
         host, loop = self._config.host, asyncio.get_running_loop()
         context = server_context(self._config.access.tls)
         try:
-            server = await loop.create_server(self.service.new_session, host, 0, ssl=context)
+            server = await loop.create_server(self._new_link, host, 0, ssl=context)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {host}: {error.strerror or error}", field="host"
             ) from error
+        self._stack.callback(self.links.close)
         self._stack.callback(server.close)
         return join_address(*server.sockets[0].getsockname()[:2])
 
     async def registered(self) -> None:
-        """Wait until every router that is listed knows this worker."""
+        """Wait until every listed router knows this worker."""
         await self.routers.registered()
-        await self._report_health()
-
-    async def drain(self, timeout_s: float, *, stop: bool = False) -> tuple[bool, int]:
-        """Empty the worker: see `DrainManager.drain`. With `stop` it cannot be undone, and
-        `told_to_stop` is done at the end."""
-        self._is_stopping |= stop
-        self._is_out = True
-        await self._report_health()
-        drained, moved = await self.drains.drain(timeout_s)
-        if not drained and self.intake.is_draining:
-            logger.warning(
-                "not drained after %g s: %d streams, ledger %s",
-                timeout_s,
-                self.service.open_streams,
-                self.service.ledger(),
-            )
-        if stop and not self.told_to_stop.done():
-            self.told_to_stop.set_result(None)
-        return drained, moved
-
-    async def undrain(self) -> None:
-        """Take requests again. Raises Unavailable if the worker is to stop."""
-        if self._is_stopping:
-            raise Unavailable("this worker is stopping")
-        await self.drains.end_drain()
-        self._is_out = False
-        await self._report_health()
-
-    def unready(self) -> str:
-        """Return why this worker gets no requests, or an empty text if it does."""
-        if self.service.failed.done():
-            return "the engine died"
-        if self._is_out:
-            return "draining"
-        return "" if self.routers.is_connected else "no router knows this worker"
-
-    async def _watch_health(self) -> NoReturn:
-        while True:
-            await self._report_health()
-            await self.routers.changed()
-
-    async def _report_health(self) -> None:
-        reply = health_pb2.HealthCheckResponse
-        for name in ("", _SERVICE):
-            status = reply.NOT_SERVING if self.unready() else reply.SERVING
-            await self._health.set(name, status)
+        await self.readiness.report()
 
     async def stop(self, failure: str = "") -> None:
-        """Leave the routers, send what is queued for them, and end everything; `failure` is why, if
-        the worker was not stopped. Idempotent.
-
-        Drain first for a stop that no client notices.
+        """Leave the routers, send queued frames, and close all parts. `failure`: why, unless the
+        worker was stopped. Idempotent. Drain first, so that no client notices the stop.
         """
         await self.routers.stop(failure)
         self.drains.close()
-        self.service.close_sessions()
+        self.weights.close()
+        self.intake.close()
+        self.links.close()
         await self._stack.aclose()
-
-    def state(self) -> WorkerState:
-        """Return the state that routers learn with each renewal of the lease."""
-        kv = self.service.kv_state()
-        return WorkerState(
-            load=self.service.load(),
-            kv=None if kv is None else kv.report(),
-            is_draining=self.intake.is_draining,
-            is_moving=self.intake.is_moving,
-            unhealthy=self._unhealthy,
-            adapters=tuple(self.service.adapters.usable.values()),
-            gpus=tuple(self._gpus.latest),
-        )
-
-    def set_unhealthy(self, fault: str) -> None:
-        """Report a fault of this machine to routers, "" if it is healthy again."""
-        self._unhealthy = fault
-        self.routers.renew()
 
     def _describe(self, engine: EngineInfo, **texts: str) -> WorkerInfo:
         """Return the registration of this worker."""
@@ -290,7 +265,7 @@ class WorkerServer:
             settings=engine.settings,
             topology=self._config.topology.labels,
             revision=self._config.revision,
-            group=self._config.data_parallel_group,
+            group=self._config.data_parallel.group,
             device=engine.device,
             devices=engine.gpus or cores,
             cores=cores,

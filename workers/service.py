@@ -1,13 +1,12 @@
 """One engine and the routers that it works for.
 
-A router opens a session: one connection over which its commands come in order, and over which it
+A router opens a link: one connection over which its commands arrive in order, and over which it
 gets one frame an engine step for all its requests. State changes are synchronous.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import deque
@@ -22,33 +21,32 @@ from pdserve.errors import (
     InvalidRequest,
     PdserveError,
     Unavailable,
+    WeightsChanging,
 )
-from pdserve.net.framing import MAX_UNSENT_BYTES
 from pdserve.v1 import worker_pb2 as w
-from workers.adapters import LoadedAdapters
-from workers.cached_blocks import CachedBlocks, change_to_pb
+from workers.cache.updates import CachedBlocks, change_to_pb
+from workers.control.loaded_adapters import LoadedAdapters
+from workers.control.worker_intake import work_from_pb
 from workers.engine import PrefillPhase, ended_by
-from workers.intake import work_from_pb
-from workers.metering.accounting import WorkerAccount
-from workers.session import Session
+from workers.metering.worker_account import WorkerAccount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_transfer.protocol.snapshot import KvState
     from pdserve.observe.telemetry import Span, Tracing
-    from pdserve.security.roles import Guard
     from pdserve.types import KvLedger, StreamDelta, WorkerLoad
+    from workers.control.worker_intake import WorkerIntake
     from workers.engine import CacheChange, Engine, EngineInfo, Work
-    from workers.intake import Intake
+    from workers.link.router_link import RouterLink
 
 logger = logging.getLogger(__name__)
 
-# Least time between two reports of step costs to one router.
+# Minimum time between two reports of step costs to one router.
 STEPS_PERIOD_S = 0.5
 # The reason of waste of an active health check.
 _PROBE = "probe"
-# Ended prefills whose blocks a drain gives up; those of others end with their lease.
+# Limit of ended prefills whose blocks a drain releases; others end with their hold.
 _MAX_HELD = 4096
 
 
@@ -58,7 +56,7 @@ def report_nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    session: Session
+    link: RouterLink
     router_stream_id: int
     is_prefill: bool
     is_probe: bool
@@ -67,7 +65,7 @@ class _Stream:
 
 
 class WorkerService:
-    """State: sessions by router, and open streams by the engine's stream id.
+    """State: links by router, and open streams by the engine's stream id.
 
     `failed` gets the error of an engine that died.
     """
@@ -75,38 +73,28 @@ class WorkerService:
     def __init__(
         self,
         engine: Engine,
-        intake: Intake,
-        instance_id: str,
+        intake: WorkerIntake,
         *,
         renew: Callable[[], None] = report_nothing,
-        guard: Guard | None = None,
         tracing: Tracing | None = None,
-        max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
-        """`renew` reports the worker's state to routers. `max_unsent_bytes`: a session is aborted
-        if its router leaves more unread."""
+        """`renew` reports the worker's state to routers."""
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.account = WorkerAccount(engine.busy, asyncio.get_running_loop().time())
         self.cache = CachedBlocks()
         self.adapters = LoadedAdapters(engine, renew)
-        self.exported_streams = 0  # that other workers took over with their KV
-        self.connections: set[Session] = set()  # open, also those without a hello
-        self._instance_id = instance_id
-        self._guard = guard
-        self._session_numbers = itertools.count(1)
+        self.exported_streams = 0  # number of streams that other workers took over with their KV
         self._engine = engine
         self._intake = intake
         self._renew = renew
         self._tracing = tracing
-        self._max_unsent_bytes = max_unsent_bytes
-        self._sessions: dict[str, Session] = {}
+        self._links: dict[str, RouterLink] = {}
         self._streams: dict[int, _Stream] = {}
         self._held: deque[int] = deque(maxlen=_MAX_HELD)  # ended prefills, by engine stream id
-        self._is_closing = False
         self._reader: asyncio.Task[None] | None = None  # once started
 
     async def start(self) -> EngineInfo:
-        """Start the engine. Raises what that raises."""
+        """Start the engine. Raises its errors."""
         info = await self._engine.start()
         self._reader = asyncio.create_task(self._read_results(), name="engine-results")
         return info
@@ -120,23 +108,11 @@ class WorkerService:
                 if result.failure is not None:
                     self._on_failure(result.failure)
         except Exception as error:
-            # A worker that loses tokens must not go on.
+            # A worker that loses tokens must not continue.
             logger.exception("the results of a step could not be delivered")
             self._on_failure(error)
 
-    def new_session(self) -> Session:
-        """Return the protocol of a new connection, for `loop.create_server`."""
-        number = next(self._session_numbers)
-        return Session(
-            number,
-            self._instance_id,
-            self,
-            self.connections,
-            self._guard,
-            max_unsent_bytes=self._max_unsent_bytes,
-        )
-
-    # What is reported.
+    # -- Reports
 
     @property
     def open_streams(self) -> int:
@@ -151,66 +127,64 @@ class WorkerService:
     def kv_state(self) -> KvState | None:
         return self._engine.kv_state()
 
-    # Sessions.
+    # Links.
 
-    def attach(self, session: Session) -> None:
-        """Accept a session. An older one of the same router is closed. Raises Unavailable."""
-        if self._is_closing:
-            raise Unavailable("this worker is closing")
-        older = self._sessions.get(session.router_id)
+    def attach(self, link: RouterLink) -> None:
+        """Accept a link. Close an older one of the same router."""
+        older = self._links.get(link.router_id)
         if older is not None:
-            older.close(Unavailable(f"router {session.router_id} opened another session"))
+            older.close(Unavailable(f"router {link.router_id} opened another link"))
             self.detach(older)
-        self._sessions[session.router_id] = session
-        session.send(self._frame(session))
+        self._links[link.router_id] = link
+        link.send(self._frame(link))
 
-    def detach(self, session: Session) -> None:
-        """Cancel all requests of a session that has ended. Idempotent."""
-        if self._sessions.get(session.router_id) is session:
-            del self._sessions[session.router_id]
+    def detach(self, link: RouterLink) -> None:
+        """Cancel all requests of a link that has ended. Idempotent."""
+        if self._links.get(link.router_id) is link:
+            del self._links[link.router_id]
             self._renew()  # a restarted router does not know this worker yet
-        for stream_id in list(session.streams):
+        for stream_id in list(link.streams):
             self.cancel(stream_id, "router_lost")
 
-    def watch_cache(self, session: Session) -> None:
+    def watch_cache(self, link: RouterLink) -> None:
         """Send a snapshot of the prefix cache, in parts, and its changes from now on."""
-        session.watches_cache = True
+        link.watches_cache = True
         for part in self.cache.snapshot():
-            session.send(w.StepFrame(cache=part))
+            link.send(w.StepFrame(cache=part))
 
     def _on_cache(self, change: CacheChange) -> None:
         self.cache.apply(change)
-        watching = [session for session in self._sessions.values() if session.watches_cache]
+        watching = [link for link in self._links.values() if link.watches_cache]
         if watching:
             frame = w.StepFrame(cache=change_to_pb(change))
-            for session in watching:
-                session.send(frame)
+            for link in watching:
+                link.send(frame)
 
     # Requests.
 
     async def render(self, request: w.RenderRequest) -> w.RenderResponse:
-        """Render a prompt with images beside the engine. Raises what the engine raises."""
+        """Render a prompt with images beside the engine. Raises the engine's errors."""
         began = time.monotonic()
         response = await self._engine.render(request)
         response.seconds = time.monotonic() - began
         return response
 
-    def submit(self, session: Session, submit: w.Submit) -> None:
-        """Give a request to the engine, or end it with the error that refuses it."""
-        stream_id = session.first_stream_id + submit.stream_id
+    def submit(self, link: RouterLink, submit: w.Submit) -> None:
+        """Submit a request to the engine, or end it with the error of a refusal."""
+        stream_id = link.first_stream_id + submit.stream_id
         try:
             if stream_id in self._streams:
-                raise InvalidRequest("stream_id is in use in this session", field="stream_id")
+                raise InvalidRequest("stream_id is in use on this link", field="stream_id")
             self._check_accepts(submit)
-            work = work_from_pb(submit, stream_id, self._intake.role)
+            work = work_from_pb(submit, stream_id, self._intake.role, self._intake.weights)
         except PdserveError as error:
-            self._refuse(session, submit.stream_id, error)
+            self._refuse(link, submit.stream_id, error)
             return
         span = _begin_span(self._tracing, submit, work)
         is_prefill = isinstance(work.phase, PrefillPhase)
-        stream = _Stream(session, submit.stream_id, is_prefill, submit.probe, span, work.adapter)
+        stream = _Stream(link, submit.stream_id, is_prefill, submit.probe, span, work.adapter)
         self._streams[stream_id] = stream
-        session.streams.add(stream_id)
+        link.streams.add(stream_id)
         if work.adapter:
             self.adapters.acquire(work.adapter)
         self._engine.busy.open(stream_id)
@@ -219,19 +193,25 @@ class WorkerService:
         except Exception:
             logger.exception("request %s could not be submitted", work.request_id)
             failure = InternalError("the worker failed on this request")
-            self._refuse(session, submit.stream_id, failure)
+            self._refuse(link, submit.stream_id, failure)
 
     def _check_accepts(self, submit: w.Submit) -> None:
         if not self._intake.accepts(is_probe=submit.probe):
+            if self._intake.updating:
+                raise WeightsChanging("the weights of this worker change")
             raise Unavailable("this worker is draining")
+        # The worker of the other phase checks the same number, so KV never meets other weights.
+        if submit.weights_sequence != (ours := self._intake.weights.sequence):
+            asked = submit.weights_sequence
+            raise WeightsChanging(f"this worker has the weights of update {ours}, not {asked}")
         if submit.adapter and submit.adapter not in self.adapters.usable:
             raise Unavailable(f"adapter {submit.adapter} is not loaded on this worker")
 
-    def _refuse(self, session: Session, router_stream_id: int, error: PdserveError) -> None:
-        stream_id = session.first_stream_id + router_stream_id
+    def _refuse(self, link: RouterLink, router_stream_id: int, error: PdserveError) -> None:
+        stream_id = link.first_stream_id + router_stream_id
         if stream_id in self._streams:
             self.cancel(stream_id, error.code)
-        session.send(_error_frame(router_stream_id, error))
+        link.send(_error_frame(router_stream_id, error))
 
     def cancel(self, stream_id: int, reason: str) -> None:
         """Stop a request without a last delta, or release the blocks of an ended prefill. Unknown
@@ -245,20 +225,20 @@ class WorkerService:
         self._engine.export(stream_id, transfer_id)
 
     def _on_step(self, deltas: Sequence[StreamDelta]) -> None:
-        """Send each router one frame with what this step made for its requests."""
-        frames: dict[Session, w.StepFrame] = {}
-        plain: dict[Session, list[tuple[int, int, str]]] = {}
+        """Send each router one frame with the step's output for its requests."""
+        frames: dict[RouterLink, w.StepFrame] = {}
+        plain: dict[RouterLink, list[tuple[int, int, str]]] = {}
         for delta in deltas:
             stream = self._streams.get(delta.stream_id)
             if stream is None:
                 continue
-            session = stream.session
-            frame = frames.get(session)
+            link = stream.link
+            frame = frames.get(link)
             if frame is None:
-                frame = frames[session] = self._frame(session)
+                frame = frames[link] = self._frame(link)
             if wire.is_plain(delta):
                 row = (stream.router_stream_id, delta.token_ids[0], delta.text)
-                plain.setdefault(session, []).append(row)
+                plain.setdefault(link, []).append(row)
                 continue
             if delta.finish_reason is not None:
                 self._settle(stream, delta)
@@ -268,14 +248,14 @@ class WorkerService:
                     self._held.append(delta.stream_id)
                 self.exported_streams += delta.exported_tokens > 0
                 self._forget(delta.stream_id, delta)
-        for session, frame in frames.items():
-            if session in plain:
-                frame.tokens.CopyFrom(wire.plain_to_pb(plain[session]))
-            session.send(frame)
+        for link, frame in frames.items():
+            if link in plain:
+                frame.tokens.CopyFrom(wire.plain_to_pb(plain[link]))
+            link.send(frame)
 
     def _settle(self, stream: _Stream, last: StreamDelta) -> None:
-        """Put the request's share of the engine's time into its report, or to waste if no answer
-        has its work."""
+        """Add the request's share of engine time to its report, or to waste if no answer uses its
+        work."""
         if stream.is_probe or last.error is not None or last.report is None:
             reason = Cancelled.code if last.error is None else last.error.code
             self.account.waste(last.stream_id, _PROBE if stream.is_probe else reason)
@@ -283,26 +263,26 @@ class WorkerService:
         share, last.report.energy_j = self.account.settle(last.stream_id)
         last.report.prefill_busy_s, last.report.decode_busy_s = share.prefill_s, share.decode_s
 
-    def _frame(self, session: Session) -> w.StepFrame:
-        """Return a frame with the load, and with the costs of steps if they are due."""
-        session.reported_load = load = self.load()
+    def _frame(self, link: RouterLink) -> w.StepFrame:
+        """Return a frame with the load, and with step costs if they are due."""
+        link.reported_load = load = self.load()
         frame = w.StepFrame(load=None if load is None else wire.load_to_pb(load))
         now = asyncio.get_running_loop().time()
-        if now - session.steps_reported_at >= STEPS_PERIOD_S:
+        if now - link.steps_reported_at >= STEPS_PERIOD_S:
             recorder = self._engine.busy.recorder
             moments = recorder.moments(now)
             if moments.prefill.steps or moments.decode.steps:
-                before, session.steps_reported_at = session.steps_reported_at, now
+                before, link.steps_reported_at = link.steps_reported_at, now
                 frame.steps.CopyFrom(wire.moments_to_pb(moments))
                 new = [step for step in recorder.recent() if step.ended_at > before]
                 frame.recent_steps.CopyFrom(wire.recent_steps_to_pb(new, now))
         return frame
 
-    def beat(self, session: Session) -> None:
-        """Send a sign of life if the router waits for requests, or if the load has changed: what a
-        router cancelled leaves the engine some time later."""
-        if session.streams or self.load() != session.reported_load:
-            session.send(self._frame(session))
+    def beat(self, link: RouterLink) -> None:
+        """Send a heartbeat if the router has open requests, or if the load has changed, because
+        cancelled requests leave the engine some time later."""
+        if link.streams or self.load() != link.reported_load:
+            link.send(self._frame(link))
 
     def _on_failure(self, error: BaseException) -> None:
         self._intake.close()
@@ -310,7 +290,7 @@ class WorkerService:
         for stream_id, stream in list(self._streams.items()):
             self._forget(stream_id, ended_by(stream_id, failure))
             self.account.waste(stream_id, failure.code)
-            stream.session.send(_error_frame(stream.router_stream_id, failure))
+            stream.link.send(_error_frame(stream.router_stream_id, failure))
         if not self.failed.done():
             self.failed.set_result(error)
 
@@ -322,35 +302,31 @@ class WorkerService:
             _end_span(stream.span, last)
         if stream.adapter:
             self.adapters.release(stream.adapter)
-        stream.session.streams.discard(stream_id)
+        stream.link.streams.discard(stream_id)
 
     def abandon(self, error: PdserveError) -> None:
         """End every open stream with `error`, and release the blocks of ended prefills."""
         for stream in list(self._streams.values()):
-            self._refuse(stream.session, stream.router_stream_id, error)
+            self._refuse(stream.link, stream.router_stream_id, error)
+        self.release_held()
+
+    def release_held(self) -> None:
+        """Release the blocks of ended prefills. Consumers that have not fetched them fail."""
         while self._held:
             self._engine.cancel(self._held.popleft())
 
-    # Close.
-
-    def close_sessions(self) -> None:
-        """Close every session once its queued frames are sent, and accept no new one."""
-        self._is_closing = True
-        self._intake.close()
-        for session in list(self.connections):
-            session.close()
+    def fail(self, error: BaseException) -> None:
+        """End the worker as if its engine had died."""
+        self._on_failure(error)
 
     async def close(self) -> None:
-        """Cancel what is left and end the engine. Idempotent."""
-        self.close_sessions()
-        closed = [session.closed for session in self.connections]
-        for session in list(self.connections):
-            self.detach(session)
+        """Cancel all requests and end the engine. Idempotent."""
+        self._intake.close()
+        for link in list(self._links.values()):
+            self.detach(link)
         await self._engine.close()
         if self._reader is not None:
             await self._reader
-        if closed:
-            await asyncio.wait(closed)  # what was queued has been sent, or LINGER_S have passed
 
 
 def _error_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:

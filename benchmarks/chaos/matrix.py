@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from benchmarks.progress import Progress
 
 TRIES: Final = 3  # for a fault that did not affect anything
-EMPTY_S: Final = 30.0  # longer than the lease of KV blocks
+EMPTY_S: Final = 30.0  # longer than the hold of KV blocks
 FAULT_S: Final = 900.0
 # Leases and timeouts are shorter than the defaults, so that scenarios are short. KV caches are
 # small, and prompts are computed in several chunks. With float32, the shape of a batch does not
 # change which token is the most likely.
 _CONFIG: Final[Mapping[str, Any]] = {
-    "router.http_port": 0,
-    "router.grpc_port": 0,
+    "router.http.port": 0,
+    "router.grpc.port": 0,
     "router.health.eject_s": 1.0,
     "router.stop_grace_s": 5.0,
     "router.request_timeout_s": 120.0,
     "worker.drain_timeout_s": 10.0,
-    "worker.kv.lease_s": 8.0,
+    "worker.kv.hold_s": 8.0,
     "up.max_restart_pause_s": 1.0,  # restart killed processes soon
 }
 _ENGINE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pdserve.v1.worker_pb2 import WorkerEntry
 
 REPEATED: Final = 1_000_000  # added to a request's number each time that it is sent again
-# Lines of each greedy question in a batch: enough that it runs longer than both routers live. The
-# numbers of lines are above those of all requests.
+# Lines of each greedy question in a batch, so many that the batch outlives both routers. Line
+# numbers are above all request numbers.
 BATCH_COPIES: Final = 40
 BATCH_FIRST: Final = 1000 * REPEATED
 
@@ -147,6 +147,18 @@ def _thaw(pid: int) -> None:
 
 async def _kill(run: Run, role: str) -> None:
     run.service.end(await run.catch(role))
+
+
+async def _drain(run: Run, role: str) -> None:
+    """Drain the worker of a role with the most requests. Raises MissedError if they all end."""
+    await run.until_open(2)
+    ready = await run.service.ready_workers(role)
+    worker = max(ready, key=lambda x: x.outstanding_requests)
+    if not worker.outstanding_requests:
+        raise MissedError(f"no {role} worker was at work")
+    run.strike()
+    run.notes.append(f"{worker.info.worker_id} with {worker.outstanding_requests} requests")
+    await run.service.drain(worker.info.worker_id)
 
 
 async def _freeze(run: Run, role: str, seconds: float) -> None:
@@ -307,15 +319,21 @@ class Scenario:
 
 _TCP: Final = (("worker.kv.transports", ("tcp",)),)
 _TWO: Final = (("up.routers", 2),)
+_AGGREGATED: Final = tuple(
+    (f"up.{role}.workers", count)
+    for role, count in (("prefill", 0), ("decode", 0), ("aggregated", 2))
+)
+_MIXED: Final = tuple((f"up.{role}.workers", 1) for role in ("prefill", "decode", "aggregated"))
 _DROP, _CORRUPT = partial(_damage, order="drop"), partial(_damage, order="corrupt")
 _ALL: Final = (
     Scenario("kill_prefill", "SIGKILL to a prefill worker at work", partial(_kill, role="prefill")),
     Scenario("kill_decode", "SIGKILL to a decode worker at work", partial(_kill, role="decode")),
+    Scenario("drain_decode", "a planned drain; answers move", partial(_drain, role="decode")),
     Scenario("freeze_prefill", "SIGSTOP for 4 s", partial(_freeze, role="prefill", seconds=4)),
     Scenario("freeze_decode", "SIGSTOP for 4 s", partial(_freeze, role="decode", seconds=4)),
     Scenario(
         "freeze_past_leases",
-        "SIGSTOP to a decode worker for 12 s, longer than its lease and that of KV blocks",
+        "SIGSTOP to a decode worker for 12 s, longer than its lease and the hold of KV blocks",
         partial(_freeze, role="decode", seconds=12),
     ),
     Scenario("drop_transfers", "for 2 s KV links break at a chunk", _DROP, needs_vllm=True),
@@ -328,6 +346,24 @@ _ALL: Final = (
     Scenario("kill_router_of_two", "clients continue at the other", _kill_router, _TWO),
     Scenario("kill_router_batch", "each of two, while a batch runs", _kill_router_batch, _TWO),
     Scenario("rolling_restart", "SIGTERM to all, one after the other", _rolling_restart, _TWO),
+    Scenario(
+        "kill_aggregated",
+        "SIGKILL to one of two aggregated workers",
+        partial(_kill, role="aggregated"),
+        _AGGREGATED,
+    ),
+    Scenario(
+        "drain_aggregated",
+        "a planned drain of one of two aggregated workers",
+        partial(_drain, role="aggregated"),
+        _AGGREGATED,
+    ),
+    Scenario(
+        "kill_decode_mixed",
+        "SIGKILL to the only decode worker, beside an aggregated one",
+        partial(_kill, role="decode"),
+        _MIXED,
+    ),
     Scenario("drop_transfers_tcp", "as drop_transfers, KV over TCP", _DROP, _TCP, needs_vllm=True),
     Scenario("corrupt_transfers_tcp", "KV over TCP", _CORRUPT, _TCP, needs_vllm=True),
 )

@@ -14,7 +14,9 @@ import psutil
 from benchmarks.chaos import hooks
 from benchmarks.errors import BenchError
 from benchmarks.service import RPC_TIMEOUT_S, LocalService
+from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 
 if TYPE_CHECKING:
@@ -72,6 +74,17 @@ class ServiceUnderTest(LocalService):
         """Send a signal that ends a process."""
         self._gone.add(pid)
         os.kill(pid, sign)
+
+    async def drain(self, name: str) -> None:
+        """Drain a worker whose answers move at once, then end the drain."""
+        operator = self.operator
+        async with operator.open_channel(self.ready["routers"][0]["grpc"]) as channel:
+            admin, metadata = AdminStub(channel), operator.metadata
+            drain = a.DrainWorkerRequest(worker_id=name)
+            async for _ in admin.DrainWorker(drain, timeout=WHOLE_S, metadata=metadata):
+                pass
+            undrain = a.UndrainWorkerRequest(worker_id=name)
+            await admin.UndrainWorker(undrain, timeout=RPC_TIMEOUT_S, metadata=metadata)
 
     async def until_whole(self) -> None:
         """Wait until all workers are ready and no pair is ejected. Raises BenchError."""

@@ -14,7 +14,7 @@ from benchmarks.compare.result import ProcessorUse, VariantSettings
 from benchmarks.metrics import summarise
 from benchmarks.service import processor_s
 from benchmarks.stats import MIN_ROUNDS
-from router.fleet.accounting import price_s, sum_known
+from router.fleet.billing import price_s, sum_known
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -47,11 +47,11 @@ def settings_of(
     roles = Counter(worker.role.value for worker in workers)
     values: dict[str, set[str]] = {}
     for worker in workers:
-        told = {"model": worker.model.name, "model_path": worker.model.path, **worker.settings}
-        told |= {name: str(getattr(worker.model, name)) for name in _OF_MODEL}
-        told |= {name: str(getattr(worker, name)) for name in _OF_WORKER}
-        told |= {name: str(getattr(worker.limits, name)) for name in _OF_LIMITS}
-        for name, value in told.items():
+        facts = {"model": worker.model.name, "model_path": worker.model.path, **worker.settings}
+        facts |= {name: str(getattr(worker.model, name)) for name in _OF_MODEL}
+        facts |= {name: str(getattr(worker, name)) for name in _OF_WORKER}
+        facts |= {name: str(getattr(worker.limits, name)) for name in _OF_LIMITS}
+        for name, value in facts.items():
             values.setdefault(name, set()).add(value)
     return VariantSettings(
         workers={x: roles[x] for x in ("prefill", "decode", "aggregated") if x in roles},
@@ -69,7 +69,7 @@ def differences(
     """Return the settings that are not equal in all variants, except those in `differ`. The value
     is a text with the setting of each variant."""
     known = {name: found for name, found in variants.items() if found is not None}
-    told = {
+    facts = {
         name: {setting: "/".join(values) for setting, values in s.of_workers.items()}
         | {share: str(getattr(s, share)) for share in (*_SHARES, KV_TOKENS)}
         for name, s in known.items()
@@ -77,8 +77,8 @@ def differences(
     tokens = [s.kv_cache_tokens for s in known.values()] or [0]
     alike = {KV_TOKENS} if max(tokens) - min(tokens) <= KV_TOLERANCE * max(tokens) else set()
     found = {}
-    for setting in sorted({x for each in told.values() for x in each} - {*differ} - alike):
-        values = {name: each.get(setting, "-") for name, each in told.items()}
+    for setting in sorted({x for each in facts.values() for x in each} - {*differ} - alike):
+        values = {name: each.get(setting, "-") for name, each in facts.items()}
         if len(set(values.values())) > 1:
             found[setting] = ", ".join(f"{name} {value}" for name, value in values.items())
     return found

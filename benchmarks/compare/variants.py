@@ -106,8 +106,8 @@ def config_changes(
         "up.decode.workers": variant.decode,
         "up.aggregated.workers": variant.aggregated,
         "up.cores_per_worker": cores // variant.workers,
-        "router.http_port": 0,
-        "router.grpc_port": 0,
+        "router.http.port": 0,
+        "router.grpc.port": 0,
     }
     if kv_cache_bytes is not None:
         if engine == "fake":

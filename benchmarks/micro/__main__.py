@@ -15,11 +15,13 @@ from benchmarks.report.tables import print_line, print_table
 NAMES = (
     "batch",
     "console",
+    "fleet",
     "gpu_copies",
     "gpu_link",
     "kv",
     "long_prompts",
     "loop",
+    "model_choice",
     "router",
     "tiers",
     "unloaded",
@@ -27,8 +29,8 @@ NAMES = (
 
 
 def main() -> int:
-    """Return the exit status: 0, 1 if what is measured does not work, or 2 if it cannot be measured
-    here."""
+    """Return the exit status: 0, 1 if the measured part does not work, or 2 if it cannot be
+    measured here."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in NAMES:

@@ -1,12 +1,12 @@
 """Router CPU cost of an open console, and frame rate of its page.
 
 One router and `--workers` fake engines, half of them for prefill, with `--streams` requests in
-flight. `--sessions` have a stored response each before anything is measured, and some of them
-continue it throughout; the router's CPU for such a turn is measured with few and with all stored.
-Each round measures the router's CPU time over `--seconds` without a viewer, and with one
-that reads all events. If chromium and playwright are installed, the frames of the page are counted,
-with the work of its main thread (scripts, style, layout and paint) for each. If engines and a
-browser without a GPU share few cores, frames are late although the page itself is fast.
+flight. Each of `--sessions` has a stored response before the measurement, and some continue it
+throughout. The router's CPU per turn is measured with few and with all of them stored. Each round
+measures the router's CPU time over `--seconds` without a viewer, and with one that reads all
+events. If chromium and playwright are installed, the frames of the page are counted, with the work
+of its main thread (scripts, style, layout and paint) for each. If engines and a browser without a
+GPU share few cores, frames are late although the page itself is fast.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Sessions:
         await self._http.close()
 
     async def begin(self, count: int) -> str:
-        """Begin so many sessions. Return what their turns cost."""
+        """Begin `count` sessions. Return the cost of their turns as text."""
         few = min(count, TALKING)
         self._last = [await self._turn(f"session-{i}") for i in range(few)]
         before = await self._turn_ms()

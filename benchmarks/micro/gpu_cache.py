@@ -12,11 +12,11 @@ from benchmarks.errors import BenchError
 from kv_transfer.cache.gpu_memory import device_region
 from kv_transfer.protocol.transport import LocalKv
 
-# A rank's part of a block of Llama-3-70B on four GPUs: 16 KiB a layer, of which it has 80.
+# A rank's part of a block of Llama-3-70B on four GPUs: 16 KiB for each of 80 layers.
 HEADS, TOKENS, CONTENT = 2, 16, 256
 LAYER_BYTES: Final = HEADS * TOKENS * CONTENT * 2
 LAYOUT: Final = "BLHNC"
-_STEP_PRODUCTS = 30  # of matrices, 1.1 TFLOP each: some 50 ms on a large GPU
+_STEP_PRODUCTS = 30  # matrix products of 1.1 TFLOP each: about 50 ms on a large GPU
 
 
 def missing_gpu() -> str:
@@ -25,10 +25,9 @@ def missing_gpu() -> str:
 
 
 class GpuCache:
-    """A cache of `blocks` blocks on the GPU `device`, in the order of dimensions that `layout`, one
-    of vLLM's names, gives. If `is_counted`, each word of its memory has its number, else -1.
-
-    Raises BenchError if blocks of `block_bytes` are not whole layers.
+    """A cache of `blocks` blocks on the GPU `device`. `layout`: vLLM's name of the order of
+    dimensions. If `is_counted`, each word of its memory holds its index, else -1. Raises BenchError
+    if blocks of `block_bytes` are not whole layers.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class GpuCache:
         return physical.permute(self._order)
 
     def wrong_blocks(self, source_ids: list[int], own_ids: list[int]) -> int:
-        """Return how many of our blocks are not those of a counted cache of this shape."""
+        """Return the number of our blocks that differ from the source blocks of a counted cache."""
         wanted = self._logical(self._numbers(is_counted=True))[:, source_ids]
         return int((self._view.cpu()[:, own_ids] != wanted).any(4).any(3).any(2).any(0).sum())
 

@@ -1,8 +1,8 @@
 """Speed of the copies and digests that need kernels, on one GPU, idle and beside a busy engine.
 
-GB/s of payload; a copy within the GPU reads and writes each byte. "copy" is torch's of as many
-bytes. Between caches that lay out a block differently, and over NCCL with small blocks, transfers
-gather and scatter; every transfer has digests.
+GB/s of payload; a copy within the GPU reads and writes each byte. "copy" is torch's copy of the
+same number of bytes. Transfers gather and scatter between caches with different block layouts, and
+over NCCL with small blocks. Every transfer has digests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from benchmarks.progress import Progress
 
 LAYERS: Final = 32
-REPEATS: Final = 20  # of which a round is the median
-SETTLE_S: Final = 1.0  # until the engine's steps follow one another
+REPEATS: Final = 20  # per round, which reports the median
+SETTLE_S: Final = 1.0  # until the engine's steps run back to back
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
-"""What a report on GPUs says of the machine, as JSON: `python -m benchmarks.micro.gpu_facts`.
+"""The machine's facts in a GPU report, as JSON: `python -m benchmarks.micro.gpu_facts`.
 
-{"gpu": why no GPU can be used, or "", "vllm": why no vLLM for GPUs can be, or "", "facts": {...}}.
+{"gpu": why no GPU can be used, or "", "vllm": why vLLM cannot use one, or "", "facts": {...}}.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _gpus() -> tuple[str, dict[str, object]]:
-    """Return why torch can use no GPU, or "", and what torch and NCCL say."""
+    """Return (why torch can use no GPU, or ""; facts reported by torch and NCCL)."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed", {}
     import torch

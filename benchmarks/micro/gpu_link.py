@@ -1,15 +1,12 @@
-"""What a link between two GPUs would be filled to: computed, from this CPU's cost of a chunk.
+"""Predicted utilization of a link between two GPUs, computed from this CPU's cost of a chunk. No
+GPU is used. The host's work per chunk is measured with the code that drives GPUs, over a small KV
+cache in host memory and a CUDA runtime that does nothing. "staging": the caches have different
+block layouts, and the reader thread waits for each chunk. "runs": equal layouts; the copy engines
+copy from block to block, and several chunks are in flight. "undigested": as "runs", for a chunk
+without digests, which most chunks are if `worker.kv.digest_one_in` exceeds the blocks of a chunk.
 
-No GPU is used. The host's work of a chunk is measured with the code that drives GPUs, over a small
-KV cache in host memory and a CUDA runtime that does nothing. "staging" is the way of two caches
-that lay out a block differently: the reader thread waits for each chunk. "runs" is that of equal
-layouts: the copy engines copy from block to block, and several chunks are in flight. "undigested"
-is the same for a chunk of which no block has a digest: with `worker.kv.digest_one_in` above the
-blocks of a chunk, that is most of them.
-
-The rest is assumed: kernels start in 2.5 us, GPU memory moves 2.5 TB/s, and a wait that wakes a
-thread costs 30 us. A link is filled to what the slowest of host, link and GPU memory leaves of it;
-with staging, their times add up.
+Assumptions: kernels start in 2.5 us, GPU memory moves 2.5 TB/s, and waking a thread costs 30 us.
+The slowest of host, link and GPU memory limits the throughput; with staging, their times add up.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ LAUNCH_S, WAKE_S, MEMORY_BYTES_PER_S = 2.5e-6, 30e-6, 2.5e12
 
 
 class _Way(NamedTuple):
-    """`launches`: GPU operations of a chunk. `passes`: how often GPU memory of the consumer is read
-    or written for each byte, digests included (cache/gpu_memory.py)."""
+    """`launches`: GPU operations per chunk. `passes`: reads and writes of the consumer's GPU memory
+    per byte, digests included (cache/gpu_memory.py)."""
 
     launches: int
     passes: int
@@ -62,7 +59,7 @@ async def run(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return rows and notes."""
-    torch.set_num_threads(1)  # operations this small take longer on several
+    torch.set_num_threads(1)  # small operations take longer on several threads
     own = DeviceRegion(_views())
     sources = {
         "staging": DeviceRegion(_views()),
@@ -102,7 +99,7 @@ async def run(
 
 
 def computed_gb_per_s(way: _Way, host_s: float, size: int, link_gb_per_s: float) -> float:
-    """Return the speed of chunks of `size` bytes over a link, by this module's assumptions."""
+    """Return the speed of chunks of `size` bytes over a link, under this module's assumptions."""
     link_s = size / (link_gb_per_s * 1e9)
     memory_s = way.passes * size / MEMORY_BYTES_PER_S + way.launches * LAUNCH_S
     taken = host_s + WAKE_S + link_s + memory_s if way.waits else max(host_s, link_s, memory_s)
@@ -110,13 +107,13 @@ def computed_gb_per_s(way: _Way, host_s: float, size: int, link_gb_per_s: float)
 
 
 def _views() -> list[torch.Tensor]:
-    """Return a cache whose blocks are runs of bytes, small enough that its copies take no time."""
+    """Return a cache with contiguous blocks, so small that copies take no time."""
     return list(
         torch.zeros((BLOCKS, LAYERS, HEADS, TOKENS, CONTENT), dtype=torch.int16).transpose(0, 1)
     )
 
 
-class _Call:
+class _LibraryFunction:
     """A function of a library that returns at once."""
 
     def __call__(self, *_: object) -> int:
@@ -126,8 +123,8 @@ class _Call:
 class _Nothing:
     """A CUDA runtime of version 13 that does nothing."""
 
-    def __getattr__(self, name: str) -> _Call:
-        return _Call()
+    def __getattr__(self, name: str) -> _LibraryFunction:
+        return _LibraryFunction()
 
     @staticmethod
     def cudaRuntimeGetVersion(out: Any) -> int:  # noqa: N802 - CUDA's name

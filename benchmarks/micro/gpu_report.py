@@ -1,9 +1,8 @@
-"""What pdserve does on a machine with GPUs, in 15 minutes without a network: `make gpu-report`.
-
-Prints tables and writes one JSON file to send in. Each part runs in processes of its own, up to a
-deadline. A part that cannot run says why, and the others go on. Without a GPU, but with the
-environment of `make gpu-shim`, the parts that need no kernels run on the CUDA shim: this tries the
-report itself.
+"""Tests and measures pdserve on a machine with GPUs, in 15 minutes without a network: `make
+gpu-report`. Prints tables and writes one JSON file to send in. Each part runs in its own processes,
+up to a deadline. A part that cannot run reports the reason, and the others continue. Without a GPU,
+in the environment of `make gpu-shim`, the parts that need no kernels run on the CUDA shim, to try
+the report itself.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 890.0
 SHIM: Final = "on the CUDA shim: kernels and times are not real"
-_INTERRUPT_S: Final = 20.0  # for what a process says when it is interrupted
-_KEPT: Final = 4000  # characters of the end of a log
+_INTERRUPT_S: Final = 20.0  # for the output of an interrupted process
+_KEPT: Final = 4000  # kept characters at the end of a log
 _NOT_MEASURED: Final = 2  # exit status of benchmarks.micro: the machine lacks something
 _NO_TESTS: Final = 5  # exit status of pytest
-# A prompt of 8192 tokens for a rank of Llama-3-70B on four GPUs.
+# The KV of 8192 tokens on a rank of Llama-3-70B on four GPUs.
 _PROMPT: Final = ("--blocks", "512", "--block-kib", "1280", "--cache-mib", "1600")
 _SMALL: Final = ("--blocks", "64", "--block-kib", "64", "--cache-mib", "16")
 _FIGURES: Final = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "e2e_p50")
@@ -43,8 +42,8 @@ _FIGURES: Final = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "e2e_p50")
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a step: `ran`, `not run`, `failed` or `timed out`, and why. `log` is the end
-    of what a step said that did not run to its end."""
+    """Result of a step. `status`: `ran`, `not run`, `failed` or `timed out`; `reason`: why. `log`:
+    the end of its output, if it did not run to its end."""
 
     part: str
     step: str
@@ -58,8 +57,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ReportStep:
-    """One process. `kind` says how its output is read; `needs` names what it cannot run without:
-    "gpu", "vllm", or "kernels", which the shim lacks."""
+    """One process. `kind`: the format of its output. `needs`: its requirements: "gpu", "vllm", or
+    "kernels", which the shim lacks."""
 
     part: str
     name: str
@@ -69,68 +68,63 @@ class ReportStep:
     needs: tuple[str, ...] = ()
 
 
+_MICRO = ("-m", "benchmarks.micro")
+_ROUNDS = ("--json", "--rounds", "3")
+_COMPARE = (
+    *("-m", "pdserve", "bench", "compare", "--variants", "1P1D,1A", "--baseline", "1A"),
+    *(*_ROUNDS, "--requests", "24", "--rate", "4", "--engine"),
+)
+# Transport, busy worker ("" if none) and layout of the cache.
+_TRANSPORTS = (
+    ("cuda_ipc", "", "BLHNC"),
+    ("cuda_ipc", "consumer", "BLHNC"),
+    ("cuda_ipc", "producer", "BLHNC"),
+    ("cuda_ipc", "", "LBNHC"),
+    ("nccl", "", "BLHNC"),
+    ("nccl", "consumer", "BLHNC"),
+    ("nccl", "producer", "BLHNC"),
+)
+
+
 def steps_of(options: argparse.Namespace, *, is_shim: bool) -> list[ReportStep]:
-    """Return the steps. On a GPU, their limits together are less than LIMIT_S."""
-    micro = ("-m", "benchmarks.micro")
-    rounds = ("--json", "--rounds", "3")
-    copied = ("--blocks", "8") if is_shim else ()
-    limit_s = 120.0 if is_shim else 40.0  # a CPU does what a GPU would
-    steps = [ReportStep("tests", "tests/gpu", "tests", (), 200.0, ("gpu",))]
-    steps += [
-        ReportStep(
-            "copies",
-            state,
-            "micro",
-            (*micro, "gpu_copies", *rounds, *copied, *(("--busy",) if state == "busy" else ())),
-            limit_s,
-            ("gpu", "kernels") if state == "busy" else ("gpu",),
-        )
-        for state in ("idle", "busy")
+    """Return the steps. On a GPU, the sum of their limits is below LIMIT_S."""
+    limit_s = 120.0 if is_shim else 40.0  # a CPU does a GPU's work
+    return [
+        ReportStep("tests", "tests/gpu", "tests", (), 200.0, ("gpu",)),
+        *_copy_steps(("--blocks", "8") if is_shim else (), limit_s),
+        *_transport_steps(_SMALL if is_shim else _PROMPT, limit_s),
+        _engine_step(options),
     ]
-    sizes = _SMALL if is_shim else _PROMPT
-    for transport, busy, layout in (
-        ("cuda_ipc", "", "BLHNC"),
-        ("cuda_ipc", "consumer", "BLHNC"),
-        ("cuda_ipc", "producer", "BLHNC"),
-        ("cuda_ipc", "", "LBNHC"),
-        ("nccl", "", "BLHNC"),
-        ("nccl", "consumer", "BLHNC"),
-        ("nccl", "producer", "BLHNC"),
-    ):
-        words = ("kv", *rounds, "--only", transport, "--layout", layout, *sizes)
-        steps.append(
-            ReportStep(
-                "transports",
-                f"{transport}, {layout}, {f'{busy} busy' if busy else 'idle'}",
-                "micro",
-                (*micro, *words, *(("--busy", busy) if busy else ())),
-                limit_s,
-                ("gpu", "kernels") if busy else ("gpu",),
-            )
-        )
-    compare: tuple[str, ...] = (
-        "-m",
-        "pdserve",
-        "bench",
-        "compare",
-        "--variants",
-        "1P1D,1A",
-        "--baseline",
-        "1A",
-    )
-    compare += ("--json", "--rounds", "3", "--requests", "24", "--rate", "4", "--engine")
+
+
+def _copy_steps(blocks: tuple[str, ...], limit_s: float) -> list[ReportStep]:
+    command = (*_MICRO, "gpu_copies", *_ROUNDS, *blocks)
+    return [
+        ReportStep("copies", "idle", "micro", command, limit_s, ("gpu",)),
+        ReportStep("copies", "busy", "micro", (*command, "--busy"), limit_s, ("gpu", "kernels")),
+    ]
+
+
+def _transport_steps(sizes: tuple[str, ...], limit_s: float) -> list[ReportStep]:
+    found = []
+    for transport, busy, layout in _TRANSPORTS:
+        name = f"{transport}, {layout}, {f'{busy} busy' if busy else 'idle'}"
+        command = (*_MICRO, "kv", *_ROUNDS, "--only", transport, "--layout", layout, *sizes)
+        command += ("--busy", busy) if busy else ()
+        needs = ("gpu", "kernels") if busy else ("gpu",)
+        found.append(ReportStep("transports", name, "micro", command, limit_s, needs))
+    return found
+
+
+def _engine_step(options: argparse.Namespace) -> ReportStep:
+    name, needs = "1P1D beside one engine", ("vllm",) if options.engine == "vllm" else ()
     if options.engine == "fake":
         own: tuple[str, ...] = ("--differ", "kv_cache_tokens")
     else:
-        # Three engines may share one GPU; vLLM checks that each one's share is free.
+        # Three engines may share one GPU; vLLM checks that each share is free.
         own = ("--kv-cache-mib", "2048", "--set", "worker.engine_args.gpu_memory_utilization=0.28")
         own += ("--model", options.model)
-    command = (*compare, options.engine, *own)
-    needs = ("vllm",) if options.engine == "vllm" else ()
-    return [
-        *steps,
-        ReportStep("engines", "1P1D beside one engine", "compare", command, 300.0, needs),
-    ]
+    return ReportStep("engines", name, "compare", (*_COMPARE, options.engine, *own), 300.0, needs)
 
 
 def missing(step: ReportStep, lacks: dict[str, str]) -> str:
@@ -151,20 +145,20 @@ def run_step(step: ReportStep, python: str, end: float) -> Outcome:
                 "-m",
                 "pytest",
                 "tests/gpu",
-                # Of the shim alone, and longer than this part may take.
+                # Tests the shim only, and takes longer than this part may.
                 "--ignore=tests/gpu/test_shim_engines.py",
                 "-p",
                 "no:cacheprovider",
                 f"--junit-xml={junit}",
             )
-        said, told, status = _run((python, *command), limit_s, Path(made))
+        stdout, stderr, status = _run((python, *command), limit_s, Path(made))
         outcome = Outcome(step.part, step.name, "ran", took_s=round(time.monotonic() - begun, 1))
         try:
-            _READERS[step.kind](outcome, junit.read_text() if step.kind == "tests" else said)
+            _READERS[step.kind](outcome, junit.read_text() if step.kind == "tests" else stdout)
         except (OSError, ValueError, LookupError, ET.ParseError):
             outcome.status = "failed"
-            outcome.reason = _last_line(told) or f"exit status {status}"
-    if "No module named pytest" in told:
+            outcome.reason = _last_line(stderr) or f"exit status {status}"
+    if "No module named pytest" in stderr:
         outcome.status, outcome.reason = (
             "not run",
             "pytest is not installed: make gpu-install DEV=1",
@@ -173,19 +167,19 @@ def run_step(step: ReportStep, python: str, end: float) -> Outcome:
         outcome.status, outcome.reason = "timed out", f"after {limit_s:.0f} s"
     elif status == _NOT_MEASURED and step.kind == "micro":
         outcome.status = "not run"
-        outcome.reason = next((x for x in told.splitlines() if x.startswith("error: ")), "")[7:]
+        outcome.reason = next((x for x in stderr.splitlines() if x.startswith("error: ")), "")[7:]
     if outcome.status != "ran":
-        outcome.log = told[-_KEPT:]
+        outcome.log = stderr[-_KEPT:]
     return outcome
 
 
 def _run(command: tuple[str, ...], limit_s: float, folder: Path) -> tuple[str, str, int | None]:
-    """Return what a process wrote to stdout and to stderr, and its exit status: None if it was
-    interrupted at its limit."""
+    """Return (stdout, stderr, exit status) of a process; the status is None if it was interrupted
+    at its limit."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with (folder / "said").open("wb") as said, (folder / "told").open("wb") as told:
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=said, stderr=told, start_new_session=True
+            command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
         )
         status: int | None = None
         try:
@@ -195,13 +189,13 @@ def _run(command: tuple[str, ...], limit_s: float, folder: Path) -> tuple[str, s
             try:
                 child.wait(_INTERRUPT_S)
             except subprocess.TimeoutExpired:
-                told.write(b"\nkilled: it did not end when it was interrupted\n")
+                stderr.write(b"\nkilled: it did not end when it was interrupted\n")
         finally:
-            if status is None:  # its processes end, too
+            if status is None:  # end its child processes, too
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-    texts = [(folder / name).read_text("utf-8", "replace") for name in ("said", "told")]
+    texts = [(folder / name).read_text("utf-8", "replace") for name in ("stdout", "stderr")]
     return texts[0], texts[1], status
 
 
@@ -209,8 +203,8 @@ def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def _read_micro(outcome: Outcome, said: str) -> None:
-    found = json.loads(_last_line(said))
+def _read_micro(outcome: Outcome, stdout: str) -> None:
+    found = json.loads(_last_line(stdout))
     outcome.rows, outcome.notes = found["rows"], found["notes"]
 
 
@@ -227,8 +221,8 @@ def _read_tests(outcome: Outcome, text: str) -> None:
         outcome.status, outcome.reason = "failed", "see the rows"
 
 
-def _read_compare(outcome: Outcome, said: str) -> None:
-    found = json.loads(said)
+def _read_compare(outcome: Outcome, stdout: str) -> None:
+    found = json.loads(stdout)
     for arm in found["arms"]:
         row: dict[str, Any] = {"variant": arm["name"], "ok": f"{arm['ok']} of {arm['requests']}"}
         for figure in _FIGURES:
@@ -247,13 +241,13 @@ _READERS: Final = {"micro": _read_micro, "tests": _read_tests, "compare": _read_
 
 
 def facts_of(python: str) -> dict[str, Any]:
-    """Return what gpu_facts.py prints in this interpreter, or why it prints nothing."""
+    """Return the output of gpu_facts.py in this interpreter, or why there is none."""
     with tempfile.TemporaryDirectory(prefix="pdserve-gpu-report-") as made:
-        said, told, _ = _run((python, "-m", "benchmarks.micro.gpu_facts"), 60.0, Path(made))
+        stdout, stderr, _ = _run((python, "-m", "benchmarks.micro.gpu_facts"), 60.0, Path(made))
     try:
-        found: dict[str, Any] = json.loads(_last_line(said))
+        found: dict[str, Any] = json.loads(_last_line(stdout))
     except ValueError:
-        reason = f"{python}: {_last_line(told) or 'no answer within 60 s'}"
+        reason = f"{python}: {_last_line(stderr) or 'no answer within 60 s'}"
         return {"gpu": reason, "vllm": reason, "facts": {}}
     return found
 
@@ -276,7 +270,7 @@ def outcomes(
         if reason := missing(step, lacks):
             yield Outcome(step.part, step.name, "not run", reason)
         else:
-            # The shim's environment has a vLLM for CPUs only: the service runs as it is installed.
+            # The shim's environment has only vLLM for CPUs, so the service runs as installed.
             yield run_step(step, sys.executable if step.part == "engines" else python, end)
 
 
@@ -317,7 +311,7 @@ def main() -> int:
     if machine["gpu"] and options.shim.exists():
         shim = facts_of(str(options.shim))
         if not shim["gpu"]:
-            # vLLM is that of this environment, for which there is no GPU.
+            # This environment's vLLM finds no GPU.
             python, machine = str(options.shim), {**shim, "vllm": machine["vllm"]}
     is_shim = bool(machine["facts"].get("is_shim"))
     for name, value in machine["facts"].items():

@@ -1,12 +1,13 @@
 """Speed of KV transfers between two processes over each transport, compared with memcpy.
 
-Over cuda_ipc and nccl between GPUs: the second process has the machine's last GPU, or the only one.
+tls is encrypted tcp (worker.kv.tls). cuda_ipc and nccl move KV between GPUs: the second process has
+the machine's last GPU, or the only one.
 
 Both processes run the worker half of the connector, as vLLM's worker does. Scattered blocks are
 copied to scattered blocks, different ones in every round, in caches larger than the CPU's. The
 first transfer of each case is checked byte by byte. memcpy gathers the same blocks within one
 process (numpy.take). It also uses shared memory, because private memory has larger pages, which are
-copied faster. Of GPUs it is one copy of as many bytes from one GPU to the other.
+copied faster. Between GPUs, memcpy is one copy of the same number of bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import multiprocessing
 import os
 import random
 import select
+import subprocess
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,7 +32,7 @@ import numpy as np
 from benchmarks.errors import BenchError, MeasurementFailed
 from benchmarks.stats import WARMUP, alternate, compare
 from kv_transfer.cache.geometry import KvGeometry, KvGroup
-from kv_transfer.cache.host_memory import KvRegion, SharedMemory, prefault
+from kv_transfer.cache.host_memory import KvRegion, SharedMemory
 from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.peers import Peers
 from kv_transfer.protocol.plan import CopyPlan, Shard
@@ -45,6 +48,7 @@ from kv_transfer.vllm.step import (
 )
 from kv_transfer.vllm.worker_half import WorkerHalf
 from pdserve.errors import ConfigError
+from pdserve.process.gpus import gpu_environment, visible_gpus
 
 if TYPE_CHECKING:
     import argparse
@@ -55,11 +59,11 @@ if TYPE_CHECKING:
     from benchmarks.progress import Progress
 
 # Transports.
-WAYS: Final = ("shm", "tcp")
+WAYS: Final = ("shm", "nixl", "tcp", "tls")
 MEMCPY: Final = "memcpy"
 PRODUCER, CONSUMER = "producer", "consumer"
 ARRIVAL_S: Final = 60.0
-SETTLE_S: Final = 0.01  # until this process has handed over the work and is idle
+SETTLE_S: Final = 0.01  # until this process has submitted the work and is idle
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,13 +76,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class _Case(NamedTuple):
-    """`layout`: of caches on GPUs, "" in host memory. `busy`: the role whose GPU is busy, or ""."""
+    """`layout`: of GPU caches, "" in host memory. `busy`: the role whose GPU is busy, or ""."""
 
     blocks: int
     block_bytes: int
     num_blocks: int  # of each cache
     layout: str
     busy: str
+    pki: str  # folder with a certificate and its key, "" if no link is encrypted
 
 
 async def run(
@@ -86,7 +91,7 @@ async def run(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure each case over all transports in turn. Return rows and notes. Raises BenchError."""
     ways = [MEMCPY, *args.only.split(",")]
-    on_gpu = {way in ON_GPU for way in ways[1:]}
+    on_gpu = {way in ON_GPU for way in ways[1:] if way != "nixl"} or {False}  # nixl: either
     if len(on_gpu) > 1 or (args.busy and on_gpu != {True}):
         raise BenchError("--only: transports between GPUs, which --busy needs, are measured apart")
     layout = args.layout if on_gpu == {True} else ""
@@ -95,9 +100,12 @@ async def run(
         for blocks in map(int, args.blocks.split(",")):
             progress.step(f"{blocks} blocks of {block_bytes >> 10} KiB")
             room = max(blocks * 5 // 4, (args.cache_mib << 20) // block_bytes)
-            case = _Case(blocks, block_bytes, room, layout, args.busy or "")
-            seconds = await _measure(case, ways, args.rounds)
+            with tempfile.TemporaryDirectory() as folder:
+                pki = _certificate(folder) if "tls" in ways else ""
+                case = _Case(blocks, block_bytes, room, layout, args.busy or "", pki)
+                seconds = await _measure(case, ways, args.rounds)
             rates = [{n: blocks * block_bytes / s / 1e9 for n, s in x.items()} for x in seconds]
+            to_tcp = compare(rates, "tcp") if {"tcp", "tls"} <= {*ways} else {}
             rows += [
                 {
                     "transport": way,
@@ -106,10 +114,25 @@ async def run(
                     **({"layout": layout, "busy": args.busy or "none"} if layout else {}),
                     "gb_per_s": rate,
                     "ratio_to_memcpy": ratio or 1.0,
+                    **({"ratio_to_tcp": to_tcp[way][1] or 1.0} if to_tcp else {}),
                 }
                 for way, (rate, ratio) in compare(rates, MEMCPY).items()
             ]
-    return rows, ["the ratio is to memcpy of the same blocks in the same round"]
+    return rows, ["ratios are to the same blocks in the same round"]
+
+
+def _certificate(folder: str) -> str:
+    """Write a worker's certificate, which is its own CA, and return the folder."""
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1"
+        " -subj /CN=bench -addext subjectAltName=URI:urn:pdserve:role:worker"
+        " -keyout key.pem -out cert.pem"
+    )
+    try:
+        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BenchError(f"tls needs a certificate from openssl: {error}") from error
+    return folder
 
 
 async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, float]]:
@@ -146,7 +169,7 @@ async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, 
         raise MeasurementFailed("the producer or the consumer ended") from None
     finally:
         for role, side in sides.items():
-            with suppress(BrokenProcessPool, BenchError):  # what was not begun has nothing to close
+            with suppress(BrokenProcessPool, BenchError):  # it may not have begun
                 await call(role, "close")
             side.shutdown()
 
@@ -155,7 +178,7 @@ _side: _Side | None = None  # of this process
 
 
 def _begin(role: str, case: _Case) -> None:
-    """Make this process's side. Raises BenchError."""
+    """Create this process's side. Raises BenchError."""
     global _side
     _side = _Side(role, case)
 
@@ -173,7 +196,7 @@ def _shared(size: int) -> tuple[SharedMemory, NDArray[np.uint64]]:
     memory = SharedMemory("pdserve-bench-kv")
     memory.grow(size)
     words = np.frombuffer(mmap.mmap(memory.fd, size), np.uint64)
-    prefault(int(words.ctypes.data), size)
+    words.fill(0)  # touch its pages, as in a cache that has been full
     return memory, words
 
 
@@ -190,7 +213,7 @@ class _HostCache:
         memory, words = _shared(size)
         words[:] = np.arange(len(words)) if is_counted else np.iinfo(np.uint64).max
         self._blocks = words.reshape(case.num_blocks, -1)
-        if not is_counted:  # a copy of the producer's content, for memcpy and for the check
+        if not is_counted:  # the producer's content, for memcpy and for the check
             source = _shared(size)[1]
             source[:] = np.arange(len(source))
             self._source = source.reshape(case.num_blocks, -1)
@@ -201,7 +224,7 @@ class _HostCache:
         self.local = LocalKv({0: self.region}, memory)
 
     def memcpy(self, ids: list[int], first: int) -> float:
-        """Copy the source's blocks to those from `first`, and return the seconds."""
+        """Copy the source's blocks to the blocks from `first` on, and return the seconds."""
         rows = np.array(ids)
         begun = time.perf_counter()
         # In all other modes, numpy copies to a buffer first.
@@ -231,7 +254,12 @@ class _Side:
         """Set up a transport and return our address. `peer` is the producer's address, or None in
         the producer."""
         geometry = self._cache.region.geometry
-        settings = read_extra_config({"transports": (way,)})
+        extra: dict[str, Any] = {"transports": (way,)}
+        if way == "tls":
+            cert, key = (f"{self._case.pki}/{name}.pem" for name in ("cert", "key"))
+            files = {"tls_cert_file": cert, "tls_key_file": key, "tls_ca_file": cert}
+            extra = {"transports": ("tcp",), "tls": True, **files}
+        settings = read_extra_config(extra)
         # Blocks have one token here, because their content does not matter.
         plan = CopyPlan((Shard(1, geometry.page_bytes, KvGroup(0, 1), (geometry.num_layers,)),))
         peers = Peers(
@@ -264,7 +292,7 @@ class _Side:
         return random.Random(f"{role} {trip}").sample(blocks, self._case.blocks)
 
     def offer(self, way: str, trip: int) -> None:
-        """Hold blocks for the consumer, as after a prefill. Not measured."""
+        """Hold blocks for the consumer, as after prefill. Not measured."""
         half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, PRODUCER)
         half.before_step(StepMetadata(expected=[ProducerExpected(name, name)]))
         half.after_step(StepMetadata(progress=[ProducerProgress(name, [ids], len(ids))]))
@@ -289,12 +317,12 @@ class _Side:
         if not arrived or output is None or name not in output.arrivals:
             raise KvTransferError(f"{name} did not arrive: {output and output.failures}")
         used = output.arrivals[name].report.transport
-        if used != way:
+        if used != ("tcp" if way == "tls" else way):
             raise KvTransferError(f"{used} was used instead of {way}")
         return seconds
 
     def copy(self, trip: int) -> float:
-        """Copy as many bytes with memcpy and return the duration in seconds."""
+        """Copy the same number of bytes with memcpy and return the duration in seconds."""
         blocks = self._case.blocks
         if isinstance(self._cache, _HostCache):
             first = min(self._ids(trip, CONSUMER)[0], self._case.num_blocks - blocks)
@@ -309,14 +337,17 @@ class _Side:
 def _on_gpu(role: str, case: _Case) -> GpuCache:
     """Return a cache on the first GPU for the producer, and on the last for the consumer. Raises
     BenchError if there is no GPU."""
-    # Read by NCCL and our transport: both processes may have the same GPU.
-    os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    gpus = sorted(visible_gpus())
+    # Each process sees only its own GPU, as workers do.
+    os.environ.update(gpu_environment(gpus[:1] if role == PRODUCER else gpus[-1:]))
+    if len(gpus) < 2:  # for NCCL and our transport: both processes may use one GPU
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     import torch
 
     from benchmarks.micro.gpu_cache import GpuCache, missing_gpu
 
     if reason := missing_gpu():
         raise BenchError(reason)
-    device = 0 if role == PRODUCER else torch.cuda.device_count() - 1
+    device = 0 if gpus or role == PRODUCER else torch.cuda.device_count() - 1  # without NVML
     sizes = case.num_blocks, case.block_bytes
     return GpuCache(*sizes, case.layout, device, is_counted=role == PRODUCER)

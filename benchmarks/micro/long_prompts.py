@@ -1,12 +1,11 @@
-"""What a router adds to the first token of long prompts, and its CPU, compared with other routers.
-
-Each of `--clients` chats has one prompt of `--bytes` and, after each answer of one token, another
-turn that adds 3 KB to it. `first` is the turn that no router has seen, sent by all clients at once;
-`later` are the turns after it, each client's one after another. The routers and their servers are
-those of `router`: pdserve renders and tokenises, once, what the servers of vllm-router must each
-tokenise by themselves, which these mock servers do not. `direct` is the mock server without a
-router. With `--token-ids` prompts have token ids, about one for every 5 bytes of `--bytes`: then no
-router has anything to tokenise. A median TTFT less that of `direct` is what the router adds.
+"""TTFT that a router adds to long prompts, and its CPU time, compared with other routers. Each of
+`--clients` chats has one prompt of `--bytes` and, after each answer of one token, another turn that
+adds 3 KB. `first` is the first turn, sent by all clients at once; `later` are the following turns,
+sequential for each client. Routers and servers are the same as in `router`: pdserve renders and
+tokenises once, while each server of vllm-router must tokenise by itself, which these mock servers
+do not. `direct` is the mock server without a router. With `--token-ids` prompts have token ids,
+about one for every 5 bytes of `--bytes`, so no router tokenises. A router adds its median TTFT
+minus the median of `direct`.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ if TYPE_CHECKING:
 
 TIMEOUT_S: Final = 240.0
 MAX_MODEL_LEN: Final = 1 << 20
-NEW_BYTES: Final = 2000  # of the user's message in each turn
+NEW_BYTES: Final = 2000  # size of the user's message in each turn
 ANSWER_BYTES: Final = 1000
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_BYTES_OF_ID = 5  # of text, for `--token-ids`
+_BYTES_OF_ID = 5  # bytes of text per token id, for `--token-ids`
 _WORDS = (
     "the file has a function that returns its value if the test fails because of an error in line "
     "import self def class return None True async await for while with open read write path index "
@@ -119,7 +118,7 @@ async def _measure(
 
 
 def _model(name: str, folder: Path) -> Path:
-    """Return a directory with the tokenizer of a model, whose context is long enough."""
+    """Return a model directory with a model's tokenizer and a context that is long enough."""
     try:
         source = model_directory(name)
     except ConfigError as error:
@@ -136,8 +135,8 @@ def _model(name: str, folder: Path) -> Path:
 
 
 def _turns_of(name: str, size: int, turns: int, model: str) -> list[bytes]:
-    """Return the bodies of the turns of a chat, whose messages are random words. They are made in
-    advance, which keeps this out of the measured time."""
+    """Return the bodies of the turns of a chat, whose messages are random words. Built in advance,
+    outside of the measured time."""
     chance = random.Random(name)
     messages: list[dict[str, str]] = []
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 STREAMS: Final = 8
 STEP_S: Final = 0.02
 QUIET_S: Final = 1.0
-_AFTER_S: Final = 0.3  # for work that continues after the answer
+_AFTER_S: Final = 0.3  # more time, for work that continues after the answer
 _TIMEOUT_S: Final = 120.0
 _CHAT, _TEXT, _ITEMS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _MESSAGES, _COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -99,7 +99,7 @@ async def run(
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-")))
         engine = {"step_s": STEP_S, "max_num_seqs": 64, "total_blocks": 65_536, "clock_text": True}
         config = {
-            "router": {"http_port": 0, "grpc_port": 0},
+            "router": {"http": {"port": 0}, "grpc": {"port": 0}},
             "worker": {"engine": "fake", "engine_args": engine},
             "up": {},
         }

@@ -1,8 +1,8 @@
 """An OpenAI server without a model: `python -m benchmarks.micro.mock_server PORT STEP_S`.
 
-Like an engine, it generates one token per step for every answer that was open when the step began.
-The text of a token is the time of its step (CLOCK_MONOTONIC). A request without streaming is a
-prefill: it is answered after one step, with the fields that vLLM's connector returns to a router.
+Like an engine, it generates one token per step for every answer open when the step begins. The text
+of a token is the time of its step (CLOCK_MONOTONIC). A request without streaming is a prefill: it
+is answered after one step, with the fields that vLLM's connector returns to a router.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 pdserve's router serves one prefill and one decode worker with scripted engines, and each request
 uses both. vllm-router (if on PATH) serves one equally fast mock server, and as `vllm-router-pd` one
 for prefill and one for decode; so does smg, as `smg-pd`. `direct` is the mock server without a
-router. CPU is that of the router's processes. A token's latency is from its engine step to its
+router. CPU time is of the router's processes. A token's latency is from its engine step to its
 arrival at the client. Idle streams are measured only with the first number of streams.
 """
 
@@ -58,8 +58,8 @@ def add_routers_option(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_routers(only: str) -> tuple[list[str], list[str]]:
-    """Return the names in the value of --only, and notes on those that are not installed and left
-    out."""
+    """Return the names in the value of --only, and notes on routers that are left out, because they
+    are not installed."""
     names, notes = [], []
     for name in only.split(","):
         program = _PROGRAMS.get(name)
@@ -212,7 +212,7 @@ async def running(
     name: str, directory: Path, engine: Mapping[str, Any], worker: Mapping[str, Any] = _NOTHING
 ) -> AsyncIterator[_Router]:
     """Run a router and its workers until the context exits. `engine`: arguments of pdserve's fake
-    engines; a mock server has its `step_s`. `worker`: the rest of pdserve's workers' configuration.
+    engines; a mock server uses its `step_s`. `worker`: other configuration of pdserve's workers.
     Raises BenchError."""
     async with AsyncExitStack() as ending:
         if name == OURS:
@@ -255,10 +255,9 @@ async def running(
 def _config(engine: Mapping[str, Any], worker: Mapping[str, Any]) -> dict[str, Any]:
     most = engine["max_num_seqs"]
     router = {
-        "http_port": 0,
-        "grpc_port": 0,
-        "max_running_requests": most,
-        "max_queued_requests": max(1024, most),
+        "http": {"port": 0},
+        "grpc": {"port": 0},
+        "queue": {"max_running_requests": most, "max_queued_requests": max(1024, most)},
     }
     return {
         "router": router,

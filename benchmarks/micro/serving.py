@@ -34,7 +34,7 @@ class Serving:
         return [chance.randrange(16, self.model.vocab_size or 1000) for _ in range(length)]
 
     def message(self, chance: random.Random, words: int, images: int) -> list[ChatMessage]:
-        """Return a conversation of one message: a text of so many words, and random images."""
+        """Return a conversation of one message with `words` words and `images` random images."""
         text = " ".join(str(chance.randrange(100)) for _ in range(words))
         parts = [MessageImage(_picture(chance), "auto", "images") for _ in range(images)]
         return [ChatMessage.of_parts("user", [text, *parts])]
@@ -76,7 +76,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Run a service until the context exits. `worker`, `up` and `router` are sections of its
     configuration. Raises BenchError if it does not start."""
-    free = {"http_port": 0, "grpc_port": 0}
+    free = {"http": {"port": 0}, "grpc": {"port": 0}}
     service = LocalService(name, {"router": free | router, "worker": worker, "up": up}, folder)
     async with AsyncExitStack() as ending:
         ending.push_async_callback(service.stop)

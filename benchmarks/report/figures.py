@@ -127,14 +127,14 @@ def _phases(good: Mapping[str, Sequence[RequestTimeline]]) -> Figure:
     title = "Mean time of each phase"
     found = {}
     for name, records in good.items():
-        told = [r for r in records if r.receipt is not None]
-        if not told:
+        reported = [r for r in records if r.receipt is not None]
+        if not reported:
             continue
         pieces = {
-            kind: fmean(receipt_number(r.receipt, field) for r in told) * 1000
+            kind: fmean(receipt_number(r.receipt, field) for r in reported) * 1000
             for kind, field in _PHASES.items()
         }
-        pieces["other"] = max(0.0, fmean(values_of(told, "e2e")) * 1000 - sum(pieces.values()))
+        pieces["other"] = max(0.0, fmean(values_of(reported, "e2e")) * 1000 - sum(pieces.values()))
         ends = pairwise(accumulate(pieces.values(), initial=0.0))
         found[name] = [
             ChartInterval(start, end, kind, f"{kind}: {ms:.1f} ms a request")

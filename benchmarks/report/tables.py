@@ -37,7 +37,7 @@ def print_table(
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
-        # Not as strings, in which rich takes what is in brackets for markup.
+        # Not as strings, because rich parses brackets in strings as markup.
         table.add_row(*(Text(x if isinstance(x, str) else number_text(x)) for x in row))
     open_console().print(table)
 

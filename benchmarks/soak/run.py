@@ -141,7 +141,7 @@ class Guests:
         name, port, directory = f"guest-{number}", free_port(), self._service.directory
         routers = [x["grpc"] for x in self._service.ready["routers"]]
         role = ("prefill", "decode")[number % 2]
-        own = {"worker_id": name, "role": role, "routers": routers, "debug_port": port}
+        own = {"worker_id": name, "role": role, "routers": routers, "debug": {"port": port}}
         path = directory / "guest.yaml"
         path.write_text(yaml.safe_dump({"worker": {**self._config, **own}}), encoding="utf-8")
 

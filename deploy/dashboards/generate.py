@@ -1,7 +1,7 @@
 """Generate the Grafana dashboards and the Prometheus rules in this directory: `make docs`.
 
-The sources are panels.yaml and alerts.yaml. An expression with a metric that is not in the table of
-`pdserve/observe/metrics.py` is an error.
+The sources are panels.yaml and rules_source.yaml. An expression with a metric that is not in the
+table of `pdserve/observe/metrics.py` is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _read(name: str) -> Any:
 
 
 DASHBOARDS: dict[str, Any] = _read("panels.yaml")
-ALERTS: list[Any] = _read("alerts.yaml")
+ALERTS: list[Any] = _read("rules_source.yaml")
 
 
 def check(expr: str) -> str:
@@ -98,7 +98,7 @@ def rules() -> dict[str, Any]:
             "expr": check(alert["expr"]),
             "for": alert["for"],
             "labels": {"severity": alert["severity"]},
-            "annotations": {"summary": alert["summary"]},
+            "annotations": {"summary": alert["summary"], **_runbook(alert)},
         }
         for alert in ALERTS
     ]
@@ -114,7 +114,7 @@ def rule_tests() -> dict[str, Any]:
         labels: dict[str, str] = wanted.get("labels", {})
         fired = {
             "exp_labels": labels | {"severity": alert["severity"]},
-            "exp_annotations": {"summary": _filled(alert["summary"], labels)},
+            "exp_annotations": {"summary": _filled(alert["summary"], labels), **_runbook(alert)},
         }
         for kind, alerts in (("fires", [fired]), ("healthy", [])):
             check(" ".join(wanted[kind]))
@@ -127,6 +127,11 @@ def rule_tests() -> dict[str, Any]:
                 }
             )
     return {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+
+
+def _runbook(alert: dict[str, Any]) -> dict[str, str]:
+    """Return the link to the alert's section, below the root of wherever a site shows docs/."""
+    return {"runbook_url": f"docs/runbooks.md#{alert['alert'].lower()}"}
 
 
 def _filled(summary: str, labels: dict[str, str]) -> str:

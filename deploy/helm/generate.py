@@ -20,7 +20,7 @@ from pdserve import __version__
 
 HERE = Path(__file__).resolve().parent
 BASE = HERE.parent / "kubernetes" / "base"
-# Prefer the kubectl of this Python environment to that of the system.
+# Prefer this Python environment's kubectl to the system's.
 KUBECTL = shutil.which(
     "kubectl", path=os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
 )

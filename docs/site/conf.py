@@ -18,9 +18,19 @@ if TYPE_CHECKING:
 # In a newcomer's order. Pages that are not here follow under Project.
 NAVIGATION = {
     "First steps": ("tutorial", "models", "clients", "console", "migrate"),
-    "How it works": ("architecture", "scheduling", "kv_transfer", "failures", "vllm"),
-    "Operate": ("deploy", "operations", "gpu"),
-    "Measure": ("benchmarks", "verify"),
+    "How it works": (
+        "architecture",
+        "scheduling",
+        "places",
+        "regions",
+        "guards",
+        "model-tiers",
+        "kv_transfer",
+        "failures",
+        "vllm",
+    ),
+    "Operate": ("deploy", "operations", "runbooks", "gpu"),
+    "Measure": ("benchmarks", "scale", "verify"),
     "Reference": ("api", "grpc", "site/client", "configuration", "metrics", "site/extend"),
 }
 

@@ -44,7 +44,7 @@ CHAT_TEMPLATE = """\
       {%- set ns.system = ns.system + '"description": ' + f.description|tojson + ', ' -%}
     {%- endif -%}
     {%- set ns.system = ns.system + '"name": ' + f.name|tojson + ', "parameters": {' -%}
-    {%- for key, value in (f.parameters.properties if f.parameters else {}).items() -%}
+    {%- for key, value in ((f.parameters or {}).properties or {}).items() -%}
       {%- set ns.system = ns.system + key|tojson + ': ' + value.type|default('string')|tojson
           + ('' if loop.last else ', ') -%}
     {%- endfor -%}

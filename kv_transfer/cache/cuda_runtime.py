@@ -1,9 +1,9 @@
-"""A ctypes binding of calls of the CUDA runtime that torch lacks, or makes while it holds the
-interpreter lock. ctypes releases the lock: closing a mapping may wait for the GPU.
+"""A ctypes binding of CUDA runtime calls that torch lacks, or makes while it holds the interpreter
+lock. ctypes releases the lock, because closing a mapping may wait for the GPU.
 
-Batched copies run on the GPU's copy engines: they take no multiprocessor from the engine's kernels.
-`cudaMemcpyBatchAsync` has this form since CUDA 13; the one of 12.8 has an argument more and is not
-used.
+Batched copies run on the GPU's copy engines, so they take no multiprocessor from the engine's
+kernels. `cudaMemcpyBatchAsync` has this form since CUDA 13; the form of 12.8 has one more argument
+and is not used.
 
 Not run on a GPU yet.
 """
@@ -36,7 +36,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """cudaMemcpyAttributes. The locations are hints for managed memory: type and number."""
+    """cudaMemcpyAttributes. The locations (type and number) are hints for managed memory."""
 
     _fields_ = (
         ("srcAccessOrder", ctypes.c_int),
@@ -87,7 +87,7 @@ class CudaRuntime:
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation and return its address. Each needs one `close`."""
+        """Map another process's allocation and return its address. Each call needs one `close`."""
         address = ctypes.c_void_p()
         made = _IpcHandle.from_buffer_copy(handle)
         self._check(self._lib.cudaIpcOpenMemHandle(ctypes.byref(address), made, _LAZY_PEER_ACCESS))
@@ -99,8 +99,8 @@ class CudaRuntime:
     def copy(
         self, to: NDArray[np.uint64], source: NDArray[np.uint64], size: int, stream: int
     ) -> None:
-        """Enqueue a copy of `size` bytes from each address of `source` to the one in `to`. They run
-        in any order. After an error some of them may have been enqueued."""
+        """Enqueue a copy of `size` bytes from each address of `source` to the address in `to`, in
+        any order. After an error, some may have been enqueued."""
         if not self._has_batches:
             for pair in zip(to.tolist(), source.tolist(), strict=True):
                 self._check(self._lib.cudaMemcpyAsync(*pair, size, _MEMCPY_DEFAULT, stream))
@@ -121,7 +121,7 @@ class CudaRuntime:
     def _check(self, result: int) -> None:
         if result:
             text: bytes = self._lib.cudaGetErrorString(result)
-            self._lib.cudaGetLastError()  # clears it, else torch's next call would raise it
+            self._lib.cudaGetLastError()  # clear it, or torch's next call would raise it
             raise KvTransferError(f"CUDA: {text.decode()}")
 
 

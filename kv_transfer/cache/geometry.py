@@ -1,4 +1,4 @@
-"""The memory layout of a worker's KV cache, and the key that says if two workers can exchange KV.
+"""The memory layout of a worker's KV cache, and the key of its compatibility with others.
 
 Tested with vLLM 0.32.0 on a CPU: one allocation for all layers, each layer a view [blocks, heads,
 tokens, channels], each (layer, block) page contiguous. The CPU attention kernels pack the keys of a
@@ -88,7 +88,7 @@ class GroupKind(StrEnum):
     FULL = "full"  # all tokens
     WINDOW = "window"  # the last `reach` tokens
     CHUNK = "chunk"  # the tokens since the last multiple of `reach`
-    STATE = "state"  # no tokens, but one state that each token overwrites
+    STATE = "state"  # one state that each token overwrites
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,8 @@ class KvGroup:
 
     @property
     def is_streamed(self) -> bool:
-        """Return True if a full block is final and surely needed, so it can be sent during prefill.
-
-        For other kinds, the needed blocks are known only when prefill has ended.
+        """Return True if every full block is final and needed, so that it can be sent during
+        prefill. For other kinds, the needed blocks are known only when prefill has ended.
         """
         return self.kind is GroupKind.FULL
 
@@ -132,8 +131,8 @@ class PagePart:
     """The byte range to copy in some pages of a group: `size` bytes from `source_start` in the
     producer's page to `target_start` in the consumer's page. The pages may differ in length.
 
-    `layers` layers are copied, from `source_layer` of those that the producer holds to
-    `target_layer` of those that the consumer holds.
+    `layers` layers are copied, from index `source_layer` at the producer to index `target_layer` at
+    the consumer.
     """
 
     group: int

@@ -7,8 +7,8 @@ smaller ones. Staging memory holds [layer][block][head][token][content], so the 
 different physical layouts.
 
 The copies use torch's `index_select` and `index_copy_`: one launch if the layers are evenly spaced
-in one allocation, as vLLM allocates them, else one launch per layer. Our own kernels would save a
-few launches, but they were a second implementation that broke with each release of Triton.
+in one allocation, as vLLM allocates them, else one launch per layer. Own kernels would save a few
+launches, but were a second implementation that each release of Triton broke.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 # Lower numbers mean higher priority; torch clamps to the highest that the GPU supports.
 _HIGHEST = -100
-# At most so many threads enqueue at once. What they have enqueued shares one stream, on which torch
-# uses the same staging memory again, however much is in flight.
+# Limit of threads that enqueue at once. Their work shares one stream, on which torch reuses the
+# same staging memory, however much is in flight.
 _copying = threading.BoundedSemaphore(DEVICE_COPIES)
 _LANES = 2  # of a row
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class _Runs(NamedTuple):
-    """Blocks that are runs of bytes: [blocks, rows, lanes], and the weights of the rows in the
-    second sum of the digest (cache/host_memory.py)."""
+    """`blocks`: contiguous blocks as [blocks, rows, lanes]. `weights`: of the rows in the second
+    sum of the digest (cache/host_memory.py)."""
 
     blocks: torch.Tensor
     weights: torch.Tensor
@@ -74,8 +74,8 @@ class DeviceRegion(KvRegion):
         heads: range | None = None,
         cuda: CudaRuntime | None = None,
     ) -> None:
-        """`cuda`: blocks of this region are copied by the GPU's copy engines, to a region that lays
-        out a block as this one does."""
+        """`cuda`: lets the GPU's copy engines copy blocks to a region with the same block
+        layout."""
         first = views[0]
         blocks, num_heads, tokens, content = first.shape
         self.views = tuple(views)
@@ -104,7 +104,7 @@ class DeviceRegion(KvRegion):
         begin = self.heads.start + first
         views = self.views[layers.start : layers.stop]
         made = DeviceRegion(views, self.split, range(begin, begin + count))
-        # Each chunk asks for its region: to make one takes as long as to enqueue a copy.
+        # Cached for the chunks, because building a region takes as long as enqueueing a copy.
         return self._narrowed.setdefault((layers, start, size), made)
 
     def enter_thread(self) -> None:
@@ -129,9 +129,8 @@ class DeviceRegion(KvRegion):
 
     @cached_property
     def block_layout(self) -> list[int] | None:
-        """The shape and strides of a block. None if a block is not contiguous, or if the region has
-        only some of the heads. Two caches with equal layouts can exchange blocks without
-        staging."""
+        """Shape and strides of a block. None if a block is not contiguous, or if the region has
+        only some of the heads. Caches with equal layouts can exchange blocks without staging."""
         stack, num_heads = self._layers[0], self.views[0].shape[1]
         block = stack[:, 0]
         span = 1 + sum((n - 1) * s for n, s in zip(block.shape, block.stride(), strict=True))
@@ -143,7 +142,7 @@ class DeviceRegion(KvRegion):
 
     @cached_property
     def _runs(self) -> _Runs | None:
-        """The blocks as runs of bytes, or None if they are not, or not of whole rows."""
+        """The blocks as contiguous rows, or None if they are not contiguous whole rows."""
         stack = self._layers[0]
         content_bytes = stack.shape[-1] * stack.element_size()
         if self.block_layout is None or content_bytes % ROW_BYTES or stack.dtype != torch.int64:
@@ -155,10 +154,24 @@ class DeviceRegion(KvRegion):
         strides = (count * _LANES, _LANES, 1)
         weights = torch.arange(count, 0, -1, device=stack.device)
         logical = weights.view(layers, self.split, heads, tokens, rows)
-        # In memory, the blocks of the attention kernel come first, then these in their own order.
+        # In memory order: the kernel's blocks, then layers, heads and tokens by stride.
         inner = sorted((0, 2, 3), key=stack.stride().__getitem__, reverse=True)
         return _Runs(
             torch.as_strided(stack, shape, strides), logical.permute(1, *inner, 4).reshape(-1, 1)
+        )
+
+    def pages_in_memory(self) -> tuple[int, KvGeometry] | None:
+        stack = self._layers[0]
+        _, _, heads, tokens, words = stack.shape
+        is_run = stack.stride()[2:] == (tokens * words, words, 1)
+        if len(self._layers) > 1 or self.split > 1 or not is_run:
+            return None
+        layer, block = (n * stack.element_size() for n in stack.stride()[:2])
+        page = heads * self._head_bytes
+        geometry = KvGeometry(len(self.views), stack.shape[1], page, layer, block)
+        start = self.heads.start * self._head_bytes
+        return stack.data_ptr(), geometry.narrowed(
+            range(len(self.views)), start, self.geometry.page_bytes
         )
 
     def block_address(self, block: int) -> int:
@@ -222,9 +235,9 @@ class DeviceRegion(KvRegion):
     ) -> BlockCopy:
         """Enqueue a copy of blocks from a mapped peer's cache, and their digests.
 
-        Where both ends hold a block as the same run of bytes, the copy engines copy from block to
-        block, and the digests are of the blocks as they have arrived. The next copy does not wait
-        for them: they run on another stream. Else the blocks go through staging memory.
+        If both ends have the same block layout, the copy engines copy from block to block. The
+        digests are then computed over the received blocks, on another stream, so that the next copy
+        does not wait for them. Otherwise the blocks pass through staging memory.
         """
         if not isinstance(source, DeviceRegion) or len(source_ids) != len(own_ids):
             raise KvTransferError(f"cannot copy {len(source_ids)} blocks to {len(own_ids)} places")
@@ -253,7 +266,7 @@ class DeviceRegion(KvRegion):
         return self.begin_digests(block_ids).wait()
 
     def begin_digests(self, block_ids: list[int], checked: range | None = None) -> BlockCopy:
-        """Enqueue what `digests` computes."""
+        """Enqueue the computation of `digests`."""
         with _copying, self.side_stream():
             return self._begin_digests(block_ids, checked)
 
@@ -261,7 +274,7 @@ class DeviceRegion(KvRegion):
         if checked is not None:
             some = self._begin_digests([block_ids[n] for n in checked], None)
             return SampledDigests(some, checked, len(block_ids))
-        if not block_ids:  # it still ends behind the copies
+        if not block_ids:  # it still ends after the copies
             none = torch.empty((2, 0, _LANES), dtype=torch.int64, device=self.views[0].device)
             return _DeviceCopy(none)
         if self._runs is not None:
@@ -289,7 +302,7 @@ class DeviceRegion(KvRegion):
         torch.cuda.current_stream(device).wait_stream(copies)
 
     def _finish(self) -> None:
-        """Wait until every copy and digest that was enqueued has run."""
+        """Wait until every enqueued copy and digest has run."""
         device = self.views[0].device
         if device.type == "cuda":
             for stream in (_copy_engines(device), _side_stream(device)):
@@ -302,7 +315,7 @@ class DeviceRegion(KvRegion):
     def _sums_of(self, staging: torch.Tensor) -> torch.Tensor:
         """Return the digest sums [2, blocks, lanes], computed by plain torch operations.
 
-        Torch's integers wrap as those of host_memory.py do. Peak memory is `staging` plus one
+        Torch's integers wrap like numpy's in host_memory.py. Peak memory is `staging` plus one
         product of the same size.
         """
         pages = staging.view(self.geometry.num_layers, -1, self.geometry.page_bytes)
@@ -338,7 +351,7 @@ _side_stream, _copy_engines = cache(copy_stream), cache(copy_stream)
 
 
 class _DeviceCopy:
-    """The digests of blocks, on their way from the current stream to the host."""
+    """Digests of blocks in transfer from the current stream to the host."""
 
     def __init__(self, sums: torch.Tensor) -> None:
         """`sums`: [2, blocks, lanes], in GPU memory."""
@@ -375,7 +388,7 @@ def _as_words(view: torch.Tensor) -> torch.Tensor:
 
 
 def device_regions(regions: Mapping[int, KvRegion]) -> dict[int, DeviceRegion]:
-    """Return those of the regions that are in GPU memory: all, or none."""
+    """Return the regions in GPU memory, which are all or none."""
     return {n: region for n, region in regions.items() if isinstance(region, DeviceRegion)}
 
 

@@ -1,8 +1,8 @@
 """A worker's KV cache as bytes: pages, copies, digests, shared memory.
 
 For the mapped transport the cache is a memfd, so that nothing is left behind when the process is
-killed. A consumer receives its descriptor (transport/descriptors.py). Both sides fault the pages in
-before the first copy, because a first touch costs ten times the copy itself.
+killed. A consumer receives its descriptor (transport/descriptors.py). Neither side touches a page
+before a block needs it, so empty pages take no memory.
 
 Each block has a 64-bit digest over its pages, layer by layer, each page padded with zeros to whole
 rows of 16 bytes. The two 64-bit lanes of the rows are summed twice: `sums` is the sum of the rows,
@@ -17,7 +17,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,22 +38,13 @@ if TYPE_CHECKING:
 
     from kv_transfer.cache.geometry import KvGeometry
 
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since 5.14
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PREFAULT_BYTES = 64 << 20  # at a time: `PeerMemory.close` waits for as much
 ROW_BYTES, _LANES = 16, 2
 DIGEST_BYTES = 8
 _MULTIPLIER, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 
 
-def prefault(address: int, size: int, *, writable: bool = True) -> None:
-    """Fault pages in. Kernels before 5.14 refuse; the first copies are slow there."""
-    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
-    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
-
-
 def boot_id() -> str:
-    """Return an id that all processes of one running kernel share."""
+    """Return an id that is equal for all processes of one running kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
@@ -66,7 +56,7 @@ class StepEnd(Protocol):
 
 
 class BlockCopy(Protocol):
-    """A copy of blocks into a KV cache, or their digests alone, that may still run."""
+    """A copy of blocks into a KV cache, or a computation of their digests, that may still run."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -88,14 +78,14 @@ class EndedCopy:
 
 
 def checked_blocks(first: int, count: int, one_in: int) -> range | None:
-    """Return the positions of those of `count` blocks that have digests, or None if all have: every
-    `one_in`-th of the sequence, of which these are the blocks from `first` on."""
+    """Return the positions of blocks with digests among the `count` blocks from position `first` of
+    the sequence, or None for all. Every `one_in`-th block of a sequence has a digest."""
     return None if one_in == 1 else range(-first % one_in, count, one_in)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledDigests:
-    """The digests that `copy` makes of some of `count` blocks, with zeros for the others."""
+    """The digests of `copy` for some of `count` blocks, with zeros for the others."""
 
     copy: BlockCopy
     checked: range
@@ -125,7 +115,7 @@ class KvRegion:
             )
         self.address = address
         self.geometry = geometry
-        self._size = size
+        self.size = size
         self._view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
     def size_bytes(self, blocks: int) -> int:
@@ -137,7 +127,12 @@ class KvRegion:
         g = self.geometry
         if (len(layers), start, size) == (g.num_layers, 0, g.page_bytes):
             return self
-        return KvRegion(self.address, self._size, g.narrowed(layers, start, size))
+        return KvRegion(self.address, self.size, g.narrowed(layers, start, size))
+
+    def pages_in_memory(self) -> tuple[int, KvGeometry] | None:
+        """Return (base address, geometry) of the pages, or None if a page is not one run of
+        bytes."""
+        return self.address, self.geometry
 
     def enter_thread(self) -> None:
         """Prepare the calling thread. Each thread that copies or waits for a step calls it
@@ -145,7 +140,7 @@ class KvRegion:
 
     def step_end(self) -> StepEnd | None:
         """Return the end of the engine steps that the calling thread has enqueued, or None if they
-        have ended already, as always in host memory."""
+        have ended, which is always true in host memory."""
         return None
 
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
@@ -189,8 +184,8 @@ class KvRegion:
         own_ids: list[int],
         checked: range | None = None,
     ) -> BlockCopy:
-        """Start what `copy_from` does. Digests other than those at the positions `checked` may be
-        left out. Host memory is copied at once, with all digests."""
+        """Start `copy_from`. Only digests at the positions `checked` are required. Host memory is
+        copied synchronously, with all digests."""
         return EndedCopy(self.copy_from(source, source_ids, own_ids))
 
     def digests(self, block_ids: list[int]) -> bytes:
@@ -203,8 +198,8 @@ class KvRegion:
         return _digests(self._array()[:, block_ids])
 
     def begin_digests(self, block_ids: list[int], checked: range | None = None) -> BlockCopy:
-        """Start to compute `digests`, of which those that are not `checked` may be left out. Those
-        of host memory are computed at once."""
+        """Start to compute `digests`. Only positions `checked` are required. Digests of host memory
+        are computed synchronously."""
         return EndedCopy(self.digests(block_ids))
 
     def _check(self, block_ids: Sequence[int]) -> None:
@@ -254,7 +249,7 @@ def fold_digests(sums: NDArray[np.uint64], running: NDArray[np.uint64]) -> bytes
 class SharedMemory:
     """The memfd under a worker's KV cache. Released by `close`.
 
-    Its size is sealed: a peer that maps it must not lose pages under its copy (SIGBUS).
+    Its size is sealed, because a peer's copy would fail (SIGBUS) if mapped pages vanished.
     """
 
     def __init__(self, name: str) -> None:
@@ -280,13 +275,11 @@ class SharedMemory:
 
 
 class PeerMemory:
-    """Another worker's KV cache, mapped read-only: a region for each group that the worker holds
-    layers of. Released by `close`.
+    """Another worker's KV cache, mapped read-only: a region for each group with layers on that
+    worker. Released by `close`.
 
     The descriptor `fd` comes from a peer, so only a sealed memfd of the right size is mapped. The
     caller still owns `fd`. Raises OSError, ValueError, and UnsupportedLayout.
-
-    A thread faults the pages in, which takes 0.1 s a GiB: the first copy does not wait for it.
     """
 
     def __init__(self, fd: int, size: int, geometries: Mapping[int, KvGeometry]) -> None:
@@ -297,22 +290,9 @@ class PeerMemory:
         self._map: mmap.mmap | None = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self.regions = {group: KvRegion(address, size, g) for group, g in geometries.items()}
-        self._is_closed = threading.Event()
-        self._prefault = threading.Thread(
-            target=self._fault_in, args=(address, size), name="kv-prefault", daemon=True
-        )
-        self._prefault.start()
-
-    def _fault_in(self, address: int, size: int) -> None:
-        for start in range(0, size, _PREFAULT_BYTES):
-            if self._is_closed.is_set():
-                return
-            prefault(address + start, min(_PREFAULT_BYTES, size - start), writable=False)
 
     def close(self) -> None:
         """Unmap the memory. Call it after the last read. Idempotent."""
-        self._is_closed.set()
-        self._prefault.join()  # an unmapped address may be another's by now
         if self._map is not None:
             self._map.close()
             self._map = None

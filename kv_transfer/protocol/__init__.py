@@ -1,1 +1,1 @@
-"""How two workers agree on what KV moves between them, without vLLM and torch."""
+"""The protocol of KV transfers between two workers, without vLLM and torch."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_UNREAD = 1024  # under `vllm serve`, nobody reads the arrivals before the outcomes
+
 
 @dataclass(frozen=True, slots=True)
 class Received:
@@ -67,8 +70,8 @@ class ReceiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The destination of a chunk: these blocks, and this part of each page. Digests are needed of
-    the blocks at the positions `checked`; None: of all."""
+    """Destination of a chunk: these blocks, and this part of each page. `checked`: positions of the
+    blocks that need digests; None: all."""
 
     block_ids: list[int]
     part: PagePart
@@ -92,7 +95,7 @@ class ReceivePart(Generic[LinkT]):
     received_bytes: int = 0
     receive_s: float = 0.0
     last_receive_s: float = 0.0
-    digests: bytearray = field(default_factory=bytearray)  # of the received blocks
+    digests: bytearray = field(default_factory=bytearray)  # of received blocks
     was_nacked: bool = False
     writing: int = 0  # chunks in progress
     is_done: bool = False
@@ -121,6 +124,7 @@ class Consumer(Generic[LinkT]):
     digest_mismatches: int = 0
     _transfers: dict[str, ReceiveTransfer[LinkT]] = field(default_factory=dict)
     _outcomes: list[Received | ReceiveFailed] = field(default_factory=list)
+    _received: deque[Received] = field(default_factory=lambda: deque(maxlen=_MAX_UNREAD))
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -138,6 +142,12 @@ class Consumer(Generic[LinkT]):
         """Return the outcomes since the last call, each once."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
+
+    def take_received(self) -> list[Received]:
+        """Return the successes since the last call. Each is among the outcomes, too."""
+        received = list(self._received)
+        self._received.clear()
+        return received
 
     # -- from the engine
 
@@ -217,7 +227,7 @@ class Consumer(Generic[LinkT]):
     def end_chunk(
         self, link: LinkT, chunk: ChunkReady, now: float, seconds: float, digests: bytes
     ) -> list[Send[LinkT]]:
-        """Record that the chunk was written. `digests` are those of the bytes read."""
+        """Record that the chunk was written. `digests`: of the bytes read."""
         transfer, part = self._find(link, chunk.transfer_id)
         if transfer is None or part is None or not part.writing:
             return []
@@ -264,7 +274,7 @@ class Consumer(Generic[LinkT]):
             return self._fail(transfer, "the producer sampled no token", but=link)
         if transfer.token_ids not in ((), tuple(done.token_ids)):
             return self._fail(transfer, "the producer's ranks sampled different tokens", but=link)
-        # What both have digested, if the two workers are not set alike.
+        # Compare the blocks that both workers digested, because their settings may differ.
         one_in = math.lcm(self.digest_one_in, 1 + done.undigested)
         if damaged := _differing(part.subscription, part.digests, done.digests, one_in):
             return self._repeat(transfer, part, damaged)
@@ -283,6 +293,7 @@ class Consumer(Generic[LinkT]):
             del self._transfers[done.transfer_id]
             outcome = Received(transfer.request_id, transfer.token_ids, transfer.report)
             self._outcomes.append(outcome)
+            self._received.append(outcome)
         return [Send(link, Ack(done.transfer_id))]
 
     def fail(self, link: LinkT, transfer_id: str, reason: str) -> list[Send[LinkT]]:
@@ -315,8 +326,8 @@ class Consumer(Generic[LinkT]):
         return sends
 
     def stuck_links(self, now: float) -> set[LinkT]:
-        """Return the links on which a chunk has been written for `receive_timeout_s`, also of a
-        transfer that has failed. Its blocks cannot be given back before the link is closed."""
+        """Return the links on which writing one chunk has taken `receive_timeout_s`, also for a
+        failed transfer. Its blocks cannot be released before the link is closed."""
         return {
             part.link
             for _, part in self
@@ -336,11 +347,11 @@ class Consumer(Generic[LinkT]):
     def _repeat(
         self, transfer: ReceiveTransfer[LinkT], part: ReceivePart[LinkT], damaged: list[int]
     ) -> list[Send[LinkT]]:
-        """Request damaged blocks again, once; fail the transfer if that was done already."""
+        """Request damaged blocks once more; fail the transfer the second time."""
         self.digest_mismatches += 1
         reason = f"KV digest mismatch in blocks {damaged[0]}-{damaged[-1]}"
         if part.was_nacked:
-            # Not an accident of the copy: the producer's memory has changed since its digest.
+            # Not a copy error: the producer's memory has changed since its digest.
             reason += ", also after one retry"
             return self._fail(transfer, reason, code=TransferCorrupted.code)
         logger.warning("transfer %s: %s", part.transfer_id, reason)
@@ -374,7 +385,7 @@ class Consumer(Generic[LinkT]):
 def _differing(
     subscription: Subscribe, ours: bytes | bytearray, theirs: bytes, one_in: int
 ) -> list[int]:
-    """Return the blocks whose digests differ, of every `one_in`-th block of a sequence."""
+    """Return the blocks whose digests differ, among every `one_in`-th block of a sequence."""
     if ours == theirs:
         return []
     found, before, size = [], 0, DIGEST_BYTES

@@ -48,7 +48,7 @@ class TransferCounters:
     pushed_blocks: int = 0
     push_s: float = 0.0
     received_bytes: int = 0
-    digest_s: float = 0.0  # spent by the producer on digests
+    digest_s: float = 0.0  # of the producer
     failures: int = 0
     downgrades: int = 0  # links to producers over a slower transport, see Link.downgrade
     dropped_links: int = 0  # connections that failed the handshake or violated the protocol
@@ -68,7 +68,8 @@ class Driver:
         self.wakeup = Wakeup()
         self.undigested: SimpleQueue[str | None] = SimpleQueue()
         self.is_closing = False
-        # What moves between CPUs' memories, over TCP or by a copy, is checked by nothing else.
+        self._broken: BaseException | None = None
+        # Copies between host memories, over TCP or shared memory, have no other check.
         one_in = 1 if local.is_host else settings.digest_one_in
         self.consumer: Consumer[Link] = Consumer(settings.receive_timeout_s, one_in)
         self.producer: Producer[Link] = Producer(
@@ -77,7 +78,7 @@ class Driver:
                 group: max(1, settings.chunk_bytes // region.geometry.block_bytes)
                 for group, region in local.regions.items()
             },
-            lease_s=settings.lease_s,
+            hold_s=settings.hold_s,
             heartbeat_s=settings.receive_timeout_s / 4,
             digest_one_in=one_in,
         )
@@ -96,8 +97,25 @@ class Driver:
         """
         with self.lock:
             is_queued = self._queue(decide(time.monotonic()))
-        if is_queued:  # else an engine that takes results would send what another thread has queued
+        if is_queued:  # else an engine that takes results would send items of another thread
             self._flush()
+
+    def start_thread(self, name: str, loop: Callable[[], None]) -> threading.Thread:
+        """Start a thread that no link owns. If it fails, blocks are no longer freed, so the next
+        step raises its error, which ends the engine."""
+
+        def run() -> None:
+            try:
+                self.local.memory.enter_thread()
+                loop()
+            except Exception as error:
+                logger.exception("the thread %s failed", name)
+                self._broken = error
+                self.wakeup.set()  # an idle engine, too
+
+        thread = threading.Thread(target=run, daemon=True, name=name)
+        thread.start()
+        return thread
 
     def write(self, link: Link) -> None:
         """Writer thread: send the link's queued items, waiting for the peer."""
@@ -129,7 +147,7 @@ class Driver:
             links, self._queued = self._queued, set()
         if not self.is_closing:
             logger.info("KV link to %s closed: %s", link.peer, reason)
-        # Not `_flush`: that drops links itself, and with many links it would recurse deeply.
+        # Not `_flush`, which drops links itself and would recurse deeply with many links.
         for each in links:
             each.wake_writer()
 
@@ -137,12 +155,14 @@ class Driver:
 
     def take_results(self) -> tuple[set[str], list[Received | ReceiveFailed]]:
         """Apply timeouts. Return the ids of requests whose blocks the engine may free, and the
-        outcomes of its loads, each once."""
+        outcomes of its loads, each once. Raises KvTransferError if a thread failed."""
+        if self._broken is not None:
+            raise KvTransferError(f"KV transfers have failed: {self._broken}") from self._broken
         self.drive(lambda now: [*self.producer.tick(now), *self.consumer.tick(now)])
         with self.lock:
             stuck = self.consumer.stuck_links(time.monotonic())
         for link in stuck:
-            # The reader waits for the rest of a chunk, perhaps of a producer that was stopped.
+            # The reader waits for the rest of a chunk, perhaps of a stopped producer.
             self.drop_link(link, f"a chunk took {self.consumer.receive_timeout_s:g} s")
         with self.lock:
             self.wakeup.clear()
@@ -154,6 +174,12 @@ class Driver:
                 else:
                     self.counters.received_bytes += outcome.report.bytes
             return released, outcomes
+
+    def take_received(self) -> list[Received]:
+        """Return the successful loads since the last call, on any thread. `take_results` returns
+        them, too."""
+        with self.lock:
+            return self.consumer.take_received()
 
     def wait_for_copies(self, transfer_ids: Sequence[str]) -> None:
         """Wait until no copy reads these transfers' blocks.
@@ -182,8 +208,8 @@ class Driver:
     # -- inside
 
     def _queue(self, actions: Iterable[Action[Link]]) -> bool:
-        """Queue actions on their links. The caller holds the lock, and then calls `_flush` or wakes
-        the writers, if this returns True."""
+        """Queue actions on their links. The caller holds the lock, and calls `_flush` or wakes the
+        writers if this returns True."""
         is_queued = False
         for action in actions:
             if isinstance(action, Release):
@@ -230,7 +256,8 @@ class Driver:
             else:
                 link.put_back(item)
                 break
-        # One write, so that the peer's reader wakes once: a short transfer is a chunk and its end.
+        # One write, so that the peer's reader wakes once: a short transfer is one chunk and
+        # TransferDone.
         if may_wait:
             link.write_pieces([])
         else:
@@ -272,11 +299,11 @@ class Driver:
             self._record_send(chunk, begun, 0)
             raise
         ended = self._record_send(chunk, begun, size)
-        # The time of chunks that are sent together is counted once.
+        # Overlapping sends are counted once.
         link.sending = deque(x._replace(begun=max(x.begun, ended)) for x in link.sending)
 
     def _record_send(self, chunk: SendChunk[Link], begun: float, sent_bytes: int) -> float:
-        """Record the end of a copy, which failed if `sent_bytes` is 0. Return the time."""
+        """Record the end of a copy, which failed if `sent_bytes` is 0. Return the current time."""
         now = time.monotonic()
         with self.lock:
             self._queue(self.producer.end_copy(chunk, now, now - begun, sent_bytes))

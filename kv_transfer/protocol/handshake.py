@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Handshake:
-    """What this worker shows to its peers. Reads the credentials named in the settings; raises
+    """Identity and offers of this worker. Reads the credentials named in the settings; raises
     OSError and ssl.SSLError."""
 
     def __init__(
@@ -67,6 +67,7 @@ class Handshake:
                 self._compatibility,
                 list(self._transports),
                 nonce,
+                self._settings.tls,
             )
         )
         answer = link.read()
@@ -81,15 +82,15 @@ class Handshake:
         link.peer_instance_id = instance_id
         name, channel, details = self._choose(link, answer)
         link.send_handshake(Select(name, details, self._auth.prove("consumer", *signed)))
-        link.replace_socket(self._auth.finish(link.sock))
+        self._end(link)
         link.consumer = channel
         if link.downgrade:
             own, peer = self._instance_id, link.peer
             logger.warning("worker %s gets KV from %s over %s", own, peer, link.downgrade)
 
     def _choose(self, link: Link, welcome: Welcome) -> tuple[str, ConsumerChannel, dict[str, Any]]:
-        """Open the consumer's end of the first offer that works here. Return its name, the end, and
-        the details for the producer."""
+        """Open the consumer's end of the first offer that works here. Return (name, end, details
+        for the producer)."""
         is_one_host = welcome.boot_id == boot_id()
         offers = {offer["transport"]: offer for offer in welcome.offers}
         unusable: list[str] = []
@@ -99,7 +100,7 @@ class Handshake:
                 channel, details = self._open(name, offers.get(name), link, is_one_host)
             except TransportUnavailable as error:
                 unusable.append(f"{name}: {error}")
-                # Between hosts, `auto` never uses a local transport: that is no downgrade.
+                # Between hosts, `auto` never uses a local transport, so this is not a downgrade.
                 is_auto = self._settings.transports == (AUTO,)
                 if is_one_host or not (is_auto and name in LOCAL):
                     downgrade.append(unusable[-1])
@@ -107,9 +108,7 @@ class Handshake:
             if downgrade:
                 link.downgrade = f"{name}; not {'; not '.join(downgrade)}"
             return name, channel, details
-        reason = "no common transport: " + "; ".join(unusable)
-        link.send_handshake(RefuseHandshake(reason))
-        raise HandshakeRefused(reason)
+        raise _refused(link, "no common transport: " + "; ".join(unusable))
 
     def _open(
         self, name: str, offer: dict[str, Any] | None, link: Link, is_one_host: bool
@@ -125,15 +124,14 @@ class Handshake:
         return transport.consumer(self._local, offer, link)
 
     def accept(self, link: Link, sock: socket.socket, refusal: str) -> None:
-        """Answer a consumer that connected. Sets `link.producer`. `refusal`: why no consumer is
-        accepted now, or "". Raises OSError and KvTransferError."""
+        """Answer a consumer that connected. Sets `link.producer`. `refusal`: why consumers are
+        refused now, or "". Raises OSError and KvTransferError."""
         self._secure(link, sock, is_server=True)
         hello = link.read()
         if not isinstance(hello, Hello):
             raise ProtocolError("expected Hello")
         if reason := self._refusal_of(hello) or refusal:
-            link.send_handshake(RefuseHandshake(reason))
-            raise HandshakeRefused(reason)
+            raise _refused(link, reason)
         nonce = self._auth.nonce()
         signed = (hello.nonce, nonce, hello.instance_id.encode(), self._instance_id.encode())
         offers = [
@@ -151,7 +149,7 @@ class Handshake:
             raise ProtocolError("expected Select")
         self._auth.check(answer.proof, "consumer", *signed)
         link.peer_instance_id = hello.instance_id
-        link.replace_socket(self._auth.finish(link.sock))
+        self._end(link)
         transport = self._transports[answer.transport]
         link.producer = transport.producer(self._local, answer.details, link)
 
@@ -160,6 +158,9 @@ class Handshake:
             return f"protocol version {hello.version}, not {PROTOCOL_VERSION}"
         if hello.producer_instance_id != self._instance_id:
             return "the producer has been restarted"
+        if hello.tls != self._settings.tls:
+            ours, theirs = (str(x).lower() for x in (self._settings.tls, hello.tls))
+            return f"worker.kv.tls is {ours} at the producer and {theirs} at the consumer"
         if hello.compatibility != self._compatibility:
             return f"KV layout {hello.compatibility}, not {self._compatibility}"
         return ""
@@ -167,4 +168,19 @@ class Handshake:
     def _secure(self, link: Link, sock: socket.socket, *, is_server: bool) -> None:
         link.open(sock, self._settings.send_timeout_s)
         sock.settimeout(self._settings.handshake_timeout_s)
-        link.replace_socket(self._auth.secure(sock, is_server=is_server))
+        if is_server and self._auth.lacks_tls(sock):
+            link.read()  # a socket that is closed with bytes unread would not deliver the reason
+            reason = "the producer requires TLS, and this worker has no worker.access.tls"
+            raise _refused(link, reason)
+        if (tls := self._auth.secure(sock, is_server=is_server)) is not None:
+            link.begin_tls(tls)
+
+    def _end(self, link: Link) -> None:
+        settings = self._settings
+        link.end_handshake(settings.handshake_timeout_s, keeps_tls=settings.tls)
+
+
+def _refused(link: Link, reason: str) -> HandshakeRefused:
+    """Send the peer the reason of a refusal, and return the refusal."""
+    link.send_handshake(RefuseHandshake(reason))
+    return HandshakeRefused(reason)

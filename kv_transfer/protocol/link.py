@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from kv_transfer.errors import LinkClosed, ProtocolError
+from kv_transfer.errors import HandshakeRefused, LinkClosed, ProtocolError
 from kv_transfer.protocol.messages import (
     HEADER,
     MAX_HANDSHAKE_BYTES,
@@ -25,6 +25,7 @@ from kv_transfer.protocol.messages import (
     decode,
     encode,
 )
+from kv_transfer.protocol.tls_stream import RECORD_BYTES, TlsStream
 from pdserve.net.sockets import detect_dead_peer
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
 # The kernel responds even if the process is busy, so this is much shorter than receive_timeout_s.
 DEAD_PEER_S = 5
 SOCKET_BUFFER_BYTES = 4 << 20
-READ_AHEAD_BYTES = 16 << 10
+READ_AHEAD_BYTES = RECORD_BYTES
 _IOV_MAX = 512
+# How TLS begins. As the length of a message, it exceeds the limit.
+_TLS = (b"\x16\x03\x01", b"\x16\x03\x03")
 
 
 class Channel:
@@ -63,15 +66,15 @@ class ProducerChannel(Channel):
     is_quick = False
 
     def open(self) -> None:
-        """Do slow preparations before the first chunk. Called first on the link's writer
-        thread."""
+        """Do slow preparations before the first chunk. Called on the link's writer thread when the
+        first subscription arrives, because a link that only cancels needs none."""
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> BlockCopy:
         """Announce the chunk and send the blocks, `part` of each page, or start to.
 
-        The blocks may be overwritten when what is returned has ended. That of a transport whose
-        consumer copies by itself has ended: if the blocks change under the copy, the digests do not
-        match. Nothing is being sent if this raises.
+        The blocks may be overwritten once the returned copy has ended. If the consumer copies by
+        itself, it has ended at once; if the blocks change during the consumer's copy, the digests
+        do not match. Nothing is being sent if this raises.
         """
         raise NotImplementedError
 
@@ -80,7 +83,7 @@ class ConsumerChannel(Channel):
     """The receiving end."""
 
     # True if `receive` copies from the producer's memory when the chunk is announced. The producer
-    # does not wait for it, and so may have announced the next chunks, too.
+    # does not wait for it, so it may have announced later chunks already.
     is_pull = False
 
     def receive(
@@ -90,17 +93,17 @@ class ConsumerChannel(Channel):
         part: PagePart | None,
         checked: range | None = None,
     ) -> BlockCopy:
-        """Write the chunk into these blocks, or start to. With None, discard it. Digests other than
-        those at the positions `checked` may be left out.
+        """Write the chunk into these blocks, or start to. With None, discard it. Only digests at
+        the positions `checked` are required.
 
-        Runs on the link's reader thread, which waits for what is returned, in order. No write is in
-        progress if this raises.
+        Runs on the link's reader thread, which waits for the returned copies in order. No write is
+        in progress if this raises.
         """
         raise NotImplementedError
 
 
 class Sending(NamedTuple):
-    """A chunk that is being sent. It began at `begun`, and has `size` bytes."""
+    """A chunk that is being sent. `begun`: start of the copy. `size`: in bytes."""
 
     chunk: SendChunk[Link]
     copy: BlockCopy
@@ -118,18 +121,20 @@ class Link:
         self.peer_instance_id = ""
         self.producer: ProducerChannel | None = None
         self.consumer: ConsumerChannel | None = None
+        self._opening: bool | None = None  # None: no subscription has arrived
         self.reason = ""  # why the link is down
-        self.downgrade = ""  # the slower transport in use, and why; "" if none
+        self.downgrade = ""  # slower transport in use, with the reason; "" if none
         self.is_blamed = False  # the peer violated the protocol
         self.is_over = False  # down, and its threads have ended
         self.thread: threading.Thread | None = None
         self.handshake_end: float | None = None
         self._sock: socket.socket | None = None
+        self._tls: TlsStream | None = None
         self._down = threading.Event()
         self._changed = threading.Condition()
         self.writing = threading.Lock()  # held by the thread that writes
         self._queue: deque[KvMessage | SendChunk[Link]] = deque()
-        self.sending: deque[Sending] = deque()  # oldest first; of the writer thread
+        self.sending: deque[Sending] = deque()  # oldest first; used by the writer thread
         self._unsent = b""
         self._buffer = memoryview(bytearray(READ_AHEAD_BYTES))
         self._ahead = self._buffer[:0]
@@ -171,13 +176,27 @@ class Link:
         if self.is_down:
             raise LinkClosed(self.reason)
 
-    def replace_socket(self, sock: socket.socket) -> None:
-        """Replace the socket object of the same connection, after TLS began or ended."""
-        self._sock = sock
+    @property
+    def stream(self) -> socket.socket | TlsStream:
+        """Bytes in and out of the socket."""
+        return self._tls or self.sock
 
-    def end_handshake(self) -> None:
+    def begin_tls(self, tls: TlsStream) -> None:
+        self._tls = tls
+
+    def end_handshake(self, timeout_s: float, *, keeps_tls: bool) -> None:
+        """End TLS unless the link keeps it. Call it at both ends, and before the channels are set,
+        because any thread may send then."""
+        if self._tls is not None and not keeps_tls:
+            self._ahead = memoryview(self._tls.end(timeout_s))
+            self._tls = None
         self.handshake_end = None
         self.sock.settimeout(None)
+
+    @property
+    def is_worn(self) -> bool:
+        """True if another link must replace this one, because its keys have encrypted enough."""
+        return self._tls is not None and self._tls.is_worn
 
     def close(self, reason: str) -> bool:
         """Mark the link as down and wake its threads. Return False if it was down already."""
@@ -220,10 +239,24 @@ class Link:
         with self._changed:
             self._changed.notify_all()
 
+    def open_producer(self) -> None:
+        """Have the writer thread open the producer's channel, once."""
+        if self._opening is None:
+            self._opening = True
+            self.wake_writer()
+
+    def take_opening(self) -> ProducerChannel | None:
+        """Writer thread: return the channel to open, once."""
+        if not self._opening:
+            return None
+        self._opening = False
+        return self.producer
+
     def wait_for_items(self) -> bool:
-        """Writer thread: return True when something is queued, False when the link is down."""
+        """Writer thread: return True when something is queued or to be opened, False when the link
+        is down."""
         with self._changed:
-            while not (self.has_items or self.is_down):
+            while not (self.has_items or self._opening or self.is_down):
                 self._changed.wait()
             return not self.is_down
 
@@ -239,90 +272,103 @@ class Link:
         self.write_pieces([memoryview(encode(message))])
 
     def buffer(self, message: KvMessage) -> None:
-        """Hold a message back until the next write or `send_buffered`. The caller holds
-        `writing`."""
+        """Buffer a message until the next write or `send_buffered`. The caller holds `writing`."""
         self._unsent += encode(message)
 
     def send_buffered(self) -> None:
-        """Send as much of what is held back as the socket accepts without blocking. The caller
-        holds `writing`."""
+        """Send as much of the buffer as the socket accepts without blocking. The caller holds
+        `writing`."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
-                self._unsent = self._unsent[self.sock.send(self._unsent, socket.MSG_DONTWAIT) :]
+                sent = self.stream.send(self._unsent, socket.MSG_DONTWAIT)
+                self._unsent = self._unsent[sent:]
 
     def write_pieces(self, pieces: Sequence[memoryview]) -> None:
-        """Send all bytes of the pieces in order, without copying them. The caller holds
-        `writing`."""
+        """Send all bytes of the pieces in order, without copying them if the link is plain. The
+        caller holds `writing`."""
         unsent, self._unsent = self._unsent, b""
         rest, at = [memoryview(unsent), *pieces] if unsent else list(pieces), 0
         try:
             while at < len(rest):
-                sent = self.sock.sendmsg(rest[at : at + _IOV_MAX])
+                sent = self.stream.sendmsg(rest[at : at + _IOV_MAX])
                 at = _advance(rest, at, sent)
         except BlockingIOError as error:
             raise LinkClosed("the peer reads nothing") from error
 
     def send_handshake(self, message: KvMessage) -> None:
-        """Send a handshake message; TLS sockets have no scatter/gather calls."""
         self._limit()
-        self.sock.sendall(encode(message))
+        self.write(message)
 
     # -- reading
 
     def has_input(self, wait_s: float = 0.0) -> bool:
-        """Reader thread: return True if bytes of the next message are here, or the link has ended.
-        Waits for that so long."""
-        if self._ahead:
+        """Reader thread: wait up to `wait_s`. Return True if bytes of the next message have
+        arrived, or the link has ended."""
+        if self._ahead or (self._tls is not None and self._tls.has_pending):
             return True
         arrived = select.poll()  # `select.select` takes no descriptor above 1023
         arrived.register(self.sock, select.POLLIN)
         return bool(arrived.poll(wait_s * 1000))
 
+    def has_peer_left(self) -> bool:
+        """Reader thread: return True if the link is down or the peer has closed it, also while
+        messages from before are unread."""
+        closed = select.poll()
+        closed.register(self.sock, select.POLLRDHUP)
+        return self.is_down or bool(closed.poll(0))
+
     def read(self) -> KvMessage:
         """Reader thread: return the next message."""
         if not self._ahead:
-            # Most messages are short and some come in pairs: read them all with one system call.
+            # Most messages are short and some arrive in pairs. Read them all with one system call.
             self._ahead = self._buffer[: self._receive_into(self._buffer)]
         limit = MAX_MESSAGE_BYTES if self.handshake_end is None else MAX_HANDSHAKE_BYTES
         ahead = self._ahead
         if len(ahead) >= HEADER.size:
-            end = HEADER.size + body_length(ahead[: HEADER.size], limit)
+            end = HEADER.size + self._length_in(ahead[: HEADER.size], limit)
             if end <= len(ahead):
                 self._ahead = ahead[end:]
                 return decode(ahead[HEADER.size : end])
         header = bytearray(HEADER.size)
         self.fill([memoryview(header)])
-        body = bytearray(body_length(header, limit))
+        body = bytearray(self._length_in(header, limit))
         self.fill([memoryview(body)])
         return decode(body)
+
+    def _length_in(self, header: bytearray | memoryview, limit: int) -> int:
+        if self.handshake_end is not None and bytes(header[:3]) in _TLS:
+            raise HandshakeRefused("the peer uses TLS, and this worker has no worker.access.tls")
+        return body_length(header, limit)
 
     def fill(self, pieces: Sequence[memoryview]) -> None:
         """Reader thread: fill the pieces in order."""
         rest, at = list(pieces), 0
-        while at < len(rest) and self._ahead:
-            count = min(rest[at].nbytes, len(self._ahead))
-            rest[at][:count], self._ahead = self._ahead[:count], self._ahead[count:]
-            at = _advance(rest, at, count)
         while at < len(rest):
-            if self.handshake_end is not None:
-                at = _advance(rest, at, self._receive_into(rest[at]))
+            if self._ahead:
+                count = min(rest[at].nbytes, len(self._ahead))
+                rest[at][:count], self._ahead = self._ahead[:count], self._ahead[count:]
+            elif self._tls is not None and rest[at].nbytes < RECORD_BYTES:
+                self._ahead = self._buffer[: self._receive_into(self._buffer)]
                 continue
-            # Without MSG_WAITALL, each call returns as soon as some bytes have arrived.
-            count = self.sock.recvmsg_into(rest[at : at + _IOV_MAX], 0, socket.MSG_WAITALL)[0]
-            if not count:
-                raise LinkClosed("the peer closed the link")
+            elif self._tls is not None or self.handshake_end is not None:
+                count = self._receive_into(rest[at])
+            else:
+                # Without MSG_WAITALL, each call returns as soon as some bytes have arrived.
+                count = self.sock.recvmsg_into(rest[at : at + _IOV_MAX], 0, socket.MSG_WAITALL)[0]
+                if not count:
+                    raise LinkClosed("the peer closed the link")
             at = _advance(rest, at, count)
 
     def _receive_into(self, view: memoryview) -> int:
         self._limit()
-        count = self.sock.recv_into(view)
+        count = self.stream.recv_into(view)
         if not count:
             raise LinkClosed("the peer closed the link")
         return count
 
     def _limit(self) -> None:
-        # One deadline for the whole handshake: with a timeout per call, a peer that sends single
-        # bytes could hold the link for ever.
+        # One deadline for the whole handshake, because with a timeout per call a peer that sends
+        # single bytes could hold the link forever.
         if self.handshake_end is not None:
             left = self.handshake_end - time.monotonic()
             if left <= 0:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.errors import KvTransferError, ProtocolError
-from kv_transfer.protocol.messages import ChunkReady, Inner, TransferDone
+from kv_transfer.protocol.messages import ChunkReady, Inner, Subscribe, TransferDone
 from kv_transfer.protocol.transport import source_of, target_of
 from kv_transfer.settings import INPUT_POLL_S, MAX_IN_FLIGHT
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def start_reader(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
     """Start the link's reader thread, which does the handshake first and then starts the writer.
-    Raises RuntimeError if there can be no more threads."""
+    Raises RuntimeError at the limit of threads."""
     thread = threading.Thread(
         target=_read, args=(link, driver, handshake), daemon=True, name="kv-link"
     )
@@ -37,11 +37,9 @@ def start_reader(link: Link, driver: Driver, handshake: Callable[[], None]) -> N
 
 
 def start_digester(driver: Driver) -> threading.Thread:
-    """Start and return the digest thread. It computes digests while the blocks are sent: on the
+    """Start and return the digest thread. It computes digests while the blocks are sent. On the
     sending thread, each chunk would wait for its digests."""
-    thread = threading.Thread(target=_digest, args=(driver,), daemon=True, name="kv-digest")
-    thread.start()
-    return thread
+    return driver.start_thread("kv-digest", lambda: _digest(driver))
 
 
 def _read(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
@@ -50,7 +48,6 @@ def _read(link: Link, driver: Driver, handshake: Callable[[], None]) -> None:
     try:
         driver.local.memory.enter_thread()
         handshake()
-        link.end_handshake()
         writer.start()
         while not link.is_down:
             receiving.finish_until_input()
@@ -70,26 +67,26 @@ def _write(link: Link, driver: Driver) -> None:
     """Send queued items that the driver could not send without waiting."""
     try:
         driver.local.memory.enter_thread()
-        if link.producer is not None:
-            with link.writing:
-                link.producer.open()
         while link.wait_for_items():
+            if (opening := link.take_opening()) is not None:
+                with link.writing:
+                    opening.open()
             driver.write(link)
     except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
         driver.fail_link(link, error)
 
 
 def _receive_next(link: Link, driver: Driver, receiving: _Receiving) -> None:
-    """Handle the next message; the end of a transfer after what has come behind it, if blocks may
-    have no digest and the producer does not wait for our copies: it says that it has given up the
-    blocks before its engine uses them again."""
+    """Handle the next message. If blocks may lack digests and the producer does not wait for our
+    copies, handle the messages behind a TransferDone first: the producer reports that it gives up
+    blocks before its engine reuses them."""
     consuming = link.consumer
     is_late = consuming is not None and consuming.is_pull and driver.consumer.digest_one_in > 1
     ended: list[KvMessage] = []
     while True:
         message = link.read()
         if is_late and isinstance(message, TransferDone):
-            receiving.finish()  # the copies end before we look at what has come behind
+            receiving.finish()  # copies must end before messages behind this one are read
             ended.append(message)
         else:
             _receive(link, driver, receiving, message)
@@ -112,6 +109,9 @@ def _receive(link: Link, driver: Driver, receiving: _Receiving, message: KvMessa
             link, message, now, consuming.name, is_pull=consuming.is_pull
         )
 
+    if isinstance(message, Subscribe):
+        link.open_producer()
+
     if isinstance(message, Inner):
         channel = consuming or producing
         assert channel is not None, "the handshake is over"
@@ -119,7 +119,7 @@ def _receive(link: Link, driver: Driver, receiving: _Receiving, message: KvMessa
     elif isinstance(message, ChunkReady) and consuming is not None:
         receiving.begin(consuming, message)
     else:
-        receiving.finish()  # the end of a transfer follows its chunks
+        receiving.finish()  # TransferDone follows its chunks
         driver.drive(decide)
 
 
@@ -156,7 +156,7 @@ class _Receiving:
     def finish_until_input(self) -> None:
         """Finish chunks, as they end, while there is no message to read."""
         consuming = self._link.consumer
-        # A producer that sends waits for our answers to its messages.
+        # A sending producer waits for our answers to its messages.
         wait_s = 0.0 if consuming is None or consuming.is_pull else INPUT_POLL_S
         while self._chunks and not self._link.has_input(wait_s):
             if wait_s:
@@ -174,7 +174,7 @@ class _Receiving:
             self._finish_one()
 
     def abandon(self) -> None:
-        """Wait until no chunk is being written any more, after an error."""
+        """Wait until no chunk is being written, after an error."""
         while self._chunks:
             try:
                 self._finish_one()
@@ -190,7 +190,7 @@ class _Receiving:
         except BaseException as error:
             self._abort(chunk, str(error))
             raise
-        begun = max(begun, self._ended_at)  # the time of overlapping copies is counted once
+        begun = max(begun, self._ended_at)  # overlapping copies are counted once
 
         def end(now: float) -> Iterable[Action[Link]]:
             self._ended_at = now
@@ -203,7 +203,6 @@ class _Receiving:
 
 
 def _digest(driver: Driver) -> None:
-    driver.local.memory.enter_thread()
     in_flight: deque[tuple[Undigested[Link], float, BlockCopy]] = deque()
     ended_at = 0.0
     while (transfer_id := driver.undigested.get()) is not None:
@@ -237,7 +236,7 @@ def _begin_digests(
 def _end_digests(
     driver: Driver, blocks: Undigested[Link], begun: float, copy: BlockCopy, last: float
 ) -> float:
-    """Wait for the digests of a chunk and record them. Return the time."""
+    """Wait for the digests of a chunk and record them. Return the current time."""
     digests = b""
     try:
         digests = copy.wait()
@@ -246,7 +245,7 @@ def _end_digests(
     ended = time.monotonic()
 
     def decide(now: float) -> Iterable[Action[Link]]:
-        # The time of digests that overlap is counted once.
+        # Overlapping digests are counted once.
         driver.counters.digest_s += ended - max(begun, last)
         return driver.producer.digested(blocks, digests, now)
 

@@ -42,11 +42,13 @@ class KvMessage(
     given."""
 
 
-class Hello(KvMessage, frozen=True):
+class Hello(KvMessage, frozen=True, omit_defaults=True):
     """Introduce a consumer to the producer instance `producer_instance_id`.
 
     `transports` are names in the consumer's order of preference. The producer must sign `nonce`
-    (auth.py). Every version of the protocol reads `version` first.
+    (auth.py). `tls`: TLS goes on after the handshake; the producer must want the same. Version 0.1
+    does not know it, and refuses the message if it is true. Every version of the protocol reads
+    `version` first.
     """
 
     version: Count
@@ -55,6 +57,7 @@ class Hello(KvMessage, frozen=True):
     compatibility: str
     transports: list[str]
     nonce: bytes
+    tls: bool = False
 
 
 class Welcome(KvMessage, frozen=True):
@@ -85,9 +88,9 @@ class RefuseHandshake(KvMessage, frozen=True, tag="refusal"):
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Blocks of the consumer in one KV-cache group.
 
-    `block_ids` receive the blocks of the sequence from `first_block` on. `heads`: first KV head of
-    the model, number of heads, and number of heads before them in the consumer's page. `layers`:
-    the same of the group's layers, in the consumer's cache.
+    `block_ids` receive the blocks of the sequence from `first_block` on. `heads`: (first KV head of
+    the model, number of heads, number of heads before them in the consumer's page). `layers`: the
+    same for the group's layers, in the consumer's cache.
     """
 
     group: Count
@@ -152,7 +155,7 @@ class ChunkReady(KvMessage, frozen=True):
     """Announce `count` blocks, all of one group, from block `first` of the subscription: `size`
     bytes.
 
-    `block_ids` are the producer's blocks, for transports whose consumer copies by itself.
+    `block_ids`: the producer's blocks, for transports whose consumer copies by itself.
     """
 
     transfer_id: str
@@ -167,8 +170,8 @@ class TransferDone(KvMessage, frozen=True, tag="done", omit_defaults=True):
 
     `digests` has eight bytes for each block of the subscription (cache/host_memory.py), computed
     during the transfer. `transfer_s` is the time in which bytes moved, `exposed_s` the time since
-    the end of prefill. After each block of a sequence that has a digest, `undigested` have none. It
-    is on the wire only if it is not 0: workers of version 0.1 do not know it.
+    the end of prefill. `undigested`: number of blocks without a digest after each block with one.
+    It is omitted on the wire if 0, because workers of version 0.1 do not know it.
     """
 
     transfer_id: str

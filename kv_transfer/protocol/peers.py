@@ -45,11 +45,12 @@ class Peers:
         max_links: int = MAX_LINKS,
         max_unfinished: int = MAX_UNFINISHED,
     ) -> None:
-        """`max_links`, `max_unfinished`: limits of the links that peers open, and of those without
-        a completed handshake."""
+        """`max_links`: limit of links that peers open. `max_unfinished`: limit of links without a
+        completed handshake."""
         self._max_links, self._max_unfinished = max_links, max_unfinished
+        self.instance_id = instance_id
         self.transports = {transport.name: transport for transport in transports}
-        self.links: set[Link] = set()  # guarded by the lock of `driver`, as `_dialled`
+        self.links: set[Link] = set()  # guarded by the lock of `driver`, like `_dialled`
         self.driver = Driver(settings, local, plan)
         self._handshake_timeout_s = settings.handshake_timeout_s
         self._handshake = Handshake(settings, instance_id, compatibility, self.transports, local)
@@ -60,8 +61,7 @@ class Peers:
         self.address = f"{host}:{port}"
         self._listener.settimeout(_TICK_S)
         self._digester = start_digester(self.driver)
-        self._acceptor = threading.Thread(target=self._accept, daemon=True, name="kv-accept")
-        self._acceptor.start()
+        self._acceptor = self.driver.start_thread("kv-accept", self._accept)
 
     def close(self) -> None:
         """End every link and the listener. Idempotent."""
@@ -89,7 +89,7 @@ class Peers:
         `driver`."""
         key = address, instance_id
         link = self._dialled.get(key)
-        if link is None or link.is_down:
+        if link is None or link.is_down or link.is_worn:
             link = self._dialled[key] = Link(address, is_dialled=True)
             self._start(link, lambda: self._dial(link, address, instance_id))
         return link
@@ -106,8 +106,9 @@ class Peers:
             try:
                 sock, address = self._listener.accept()
             except TimeoutError:
-                # An idle engine takes no results, but leases still end.
+                # An idle engine does not call `take_results`, but holds still end.
                 driver.drive(driver.producer.tick)
+                self._end_worn()
                 continue
             except OSError as error:
                 if not driver.is_closing:  # out of descriptors, or the peer went away
@@ -116,12 +117,20 @@ class Peers:
                 continue
             self._serve(Link("{}:{}".format(*address[:2]), is_dialled=False), sock)
 
+    def _end_worn(self) -> None:
+        """End links to producers that others have replaced, once nothing uses them."""
+        with self.driver.lock:
+            used = {part.link for _, part in self.driver.consumer} | {*self._dialled.values()}
+            worn = [x for x in self.links - used if x.is_dialled and x.is_worn and not x.has_items]
+        for link in worn:
+            self.driver.drop_link(link, "another one replaced it")
+
     def _serve(self, link: Link, sock: socket.socket) -> None:
         """Start the threads of an accepted connection."""
         with self.driver.lock:
             accepted = [x for x in self.links if not (x.is_dialled or x.is_down)]
         unfinished = [x for x in accepted if x.producer is None]
-        # Drop the oldest rather than the new one, which may be a worker.
+        # Drop the oldest, because the new one may be a worker.
         if len(unfinished) >= self._max_unfinished:
             oldest = min(unfinished, key=lambda x: x.opened_at)
             self.driver.drop_link(oldest, "too many unfinished handshakes")
@@ -144,8 +153,8 @@ class Peers:
 
 
 def _warm_up(local: LocalKv, chunk_blocks: Mapping[int, int]) -> None:
-    """Copy some blocks of a cache on a GPU to themselves. The first use of a kernel loads its code,
-    which may wait for the whole GPU."""
+    """Copy some blocks of a GPU cache onto themselves, because the first use of a kernel loads its
+    code, which may wait for the whole GPU."""
     if (zeroed := local.memory.step_end()) is not None:
         # vLLM has just enqueued zeros for the whole cache. A copy below that runs before them would
         # read old memory, perhaps NaN, and write it back after the zeros.

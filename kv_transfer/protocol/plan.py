@@ -6,13 +6,14 @@ of heads is one contiguous byte range in each page. Over pipeline stages a group
 each stage holds one run of them, which may be empty. A read is therefore a range of heads in a
 range of layers.
 
-A worker's ranks are numbered as vLLM numbers them: stage after stage, and in each stage by
-tensor-parallel rank. How many layers a stage holds is told by its ranks, never computed: users set
-it with VLLM_PP_LAYER_PARTITION.
+Ranks are numbered as in vLLM: by stage, then by tensor-parallel rank. The ranks report the number
+of layers of their stage, because users can set it (VLLM_PP_LAYER_PARTITION).
 
 A consumer rank reads each head of each of its layers once. If several producer ranks hold the same
-head (fewer KV heads than ranks, or MLA, whose one latent is on every rank), a hash of the transfer
-id selects one, so that the replicas share the load. Both ends compute the same plan.
+head (fewer KV heads than ranks, or MLA, whose one latent is on every rank), a hash of the two
+workers' names selects one, so that the replicas share the load of many workers. All transfers of
+the two workers use the same rank, because each further one would need a link, with a communicator
+or a mapped cache.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupRead:
-    """The heads and layers of one group to transfer. The producer receives both as first KV head
-    (layer) of the model's group, number of them, and number of them before these in the consumer's
-    page (cache). `part` is the same in bytes and in layers of each end."""
+    """Heads and layers of one group to transfer, each as (first in the model's group, number,
+    number before them in the consumer's page or cache), as sent to the producer. `part` is the same
+    in bytes and in layers of each end."""
 
     heads: tuple[int, int, int]
     layers: tuple[int, int, int]
@@ -55,8 +56,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a worker: `tp` in each pipeline stage. `stage_layers`: for each stage, how many
-    layers of each group it holds."""
+    """The ranks of a worker: `tp` in each pipeline stage. `stage_layers`: number of layers of each
+    group, by stage."""
 
     tp: int
     stage_layers: tuple[tuple[int, ...], ...]
@@ -67,8 +68,8 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """KV heads and layers of a group that one rank holds: tensor-parallel rank `rank` of `tp` in
-    pipeline stage `stage`. Raises UnsupportedLayout.
+    """KV heads and layers of a group on one rank: tensor-parallel rank `rank` of `tp` in pipeline
+    stage `stage`. Raises UnsupportedLayout.
 
     `num_kv_heads` counts the heads of the model. MLA has one. A state that is split over the ranks
     counts as one head per rank, so only the same number of ranks can read it. `head_bytes` is the
@@ -137,7 +138,7 @@ class CopyPlan:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The groups of which this rank holds layers."""
+        """The groups with layers on this rank."""
         return tuple(n for n, shard in enumerate(self.shards) if shard.layers)
 
     def whole(self, group: int) -> PagePart:
@@ -163,9 +164,9 @@ class CopyPlan:
         )
 
     def ranks_of(self, count: int, stage_layers: tuple[tuple[int, ...], ...]) -> Ranks:
-        """Return the ranks of a producer of the same model, of which there are `count`. Without
-        `stage_layers` they are one stage. Raises UnsupportedLayout if its stages do not have the
-        layers of this model."""
+        """Return the `count` ranks of a producer of the same model. Without `stage_layers` they
+        form one stage. Raises UnsupportedLayout if its stages do not have the layers of this
+        model."""
         layers = tuple(sum(shard.stage_layers) for shard in self.shards)
         stages = stage_layers or (layers,)
         tp, rest = divmod(count, len(stages))
@@ -176,28 +177,29 @@ class CopyPlan:
             raise UnsupportedLayout(f"stages of {stages} layers, the model has {layers}")
         return Ranks(tp, stages)
 
-    def reads(self, producer: Ranks, transfer_id: str) -> tuple[Read, ...]:
-        """Return the reads of this consumer rank from a producer."""
-        return _route(self, producer, self._spread(producer, transfer_id))[0]
+    def reads(self, producer: Ranks, names: tuple[str, str]) -> tuple[Read, ...]:
+        """Return the reads of this consumer rank from a producer. `names` are the instance ids of
+        both."""
+        return _route(self, producer, self._spread(producer, names))[0]
 
-    def declines(self, producer: Ranks, transfer_id: str) -> tuple[int, ...]:
+    def declines(self, producer: Ranks, names: tuple[str, str]) -> tuple[int, ...]:
         """Return the producer ranks that no consumer rank reads and that this rank must notify."""
-        return _route(self, producer, self._spread(producer, transfer_id))[1]
+        return _route(self, producer, self._spread(producer, names))[1]
 
     def notifies(self, producer_ranks: int) -> range:
         """Return the producer ranks that this rank notifies on behalf of all consumer ranks."""
         return range(self.rank, producer_ranks, len(self.own))
 
-    def _spread(self, producer: Ranks, transfer_id: str) -> int:
-        """Return what selects among producer ranks that hold the same head: a hash of the id."""
+    def _spread(self, producer: Ranks, names: tuple[str, str]) -> int:
+        """Return the number that selects among producer ranks with the same head."""
         if any(producer.tp > shard.num_kv_heads for shard in self.shards):
-            return zlib.crc32(transfer_id.encode("utf-8", "surrogatepass")) % producer.tp
+            return zlib.crc32("\n".join(names).encode("utf-8", "surrogatepass")) % producer.tp
         return 0
 
 
 def _offset_in(held: range, wanted: Sequence[int], name: str) -> int:
-    """Return how many of `held` are before those of a subscription: `wanted` is first, number, and
-    number before them at the consumer. Raises KvTransferError if they are not all held."""
+    """Return the offset of a subscription's range in `held`. `wanted`: (first, number, number
+    before them at the consumer). Raises KvTransferError if any is not held."""
     if len(wanted) != 3 or not wanted[1]:
         raise KvTransferError(f"invalid {name} in a subscription: {list(wanted)}")
     first, count, _ = wanted
@@ -213,8 +215,8 @@ def _offset_in(held: range, wanted: Sequence[int], name: str) -> int:
 def _route(
     plan: CopyPlan, producer: Ranks, spread: int
 ) -> tuple[tuple[Read, ...], tuple[int, ...]]:
-    """Return what `plan.reads` and `plan.declines` return. They are on the path of each transfer,
-    before anything is sent."""
+    """Return the results of (`plan.reads`, `plan.declines`). Cached, because every transfer needs
+    them before it sends anything."""
     shards = tuple(replace(shard, rank=0, stage=0) for shard in plan.shards)
     of_ranks = _plan(shards, producer, spread)
     read = {each.producer_rank for reads in of_ranks for each in reads}
@@ -224,8 +226,8 @@ def _route(
 
 @lru_cache(maxsize=64)
 def _plan(shards: tuple[Shard, ...], producer: Ranks, spread: int) -> tuple[tuple[Read, ...], ...]:
-    """Return the reads of each consumer rank. `spread` selects among producer ranks that hold the
-    same heads."""
+    """Return the reads of each consumer rank. `spread` selects among producer ranks with the same
+    heads."""
     tp, stages = shards[0].tp, len(shards[0].stage_layers)
     found: list[dict[int, list[GroupRead]]] = [{} for _ in range(tp * stages)]
     for index, shard in enumerate(shards):
@@ -252,8 +254,8 @@ def _plan(shards: tuple[Shard, ...], producer: Ranks, spread: int) -> tuple[tupl
 
 
 def _overlap(index: int, own: Shard, heads: range, layers: range) -> GroupRead | None:
-    """Return what a consumer rank reads of group `index` from a producer rank with these heads and
-    layers."""
+    """Return the part of group `index` that a consumer rank reads from a producer rank with these
+    heads and layers."""
     both, deep = _common(own.heads, heads), _common(own.layers, layers)
     if not both or not deep:
         return None

@@ -3,7 +3,7 @@ release).
 
     EXPECTED --Subscribe--> SENDING --all blocks and digests: TransferDone--> SENT --Ack--> gone
         |                      ^------------------- Nack -----------------------|
-        `-- abort, Cancel, Fail, link down, end of the lease --> gone
+        `-- abort, Cancel, Fail, link down, end of the hold --> gone
 
 A transfer exists once the engine expects it; a subscription may arrive earlier. The engine's blocks
 are released when the transfer is acknowledged or has failed, and no copy reads them.
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from kv_transfer.protocol.plan import CopyPlan
 
 MAX_TOMBSTONES = 4096
-# Limits on subscriptions that arrived before their requests: their number, and their total items
-# (block ids and head numbers).
+# Limits of subscriptions that arrive before their requests: number, and total items (block ids and
+# head numbers).
 MAX_EARLY = 4096
 MAX_EARLY_ITEMS = 1 << 20
 _DUPLICATE = "the transfer has been subscribed to before"
@@ -84,15 +84,15 @@ Action = Send[LinkT] | SendChunk[LinkT] | Release | DigestBlocks
 
 @dataclass(slots=True, eq=False)
 class Reader(Generic[LinkT]):
-    """A consumer rank that reads a transfer. At most one of its chunks is queued, and MAX_IN_FLIGHT
-    are being copied: the value is False for one that will be sent again. `parts` has the byte range
+    """A consumer rank that reads a transfer. At most one of its chunks is `queued`. `copying` has
+    up to MAX_IN_FLIGHT chunks, with False for a chunk that will be sent again. `parts`: byte range
     in the pages for each group of the subscription."""
 
     link: LinkT
     subscription: Subscribe
     expires_at: float  # while the engine does not know the transfer
     parts: tuple[PagePart, ...] = ()
-    next_block: int = 0  # the first block not yet put into a chunk
+    next_block: int = 0  # first block of the next chunk
     sent_blocks: int = 0
     sent_bytes: int = 0
     queued: SendChunk[LinkT] | None = None
@@ -112,8 +112,8 @@ class Reader(Generic[LinkT]):
 
 @dataclass(slots=True)
 class Digests:
-    """Digests of one part of the pages of a group's blocks, from block `first` on. Those before
-    block `begun` are made or being computed."""
+    """Digests of one part of the pages of a group's blocks, from block `first` on. Blocks before
+    `begun` are digested or in progress."""
 
     first: int
     made: bytes = b""
@@ -126,8 +126,8 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Undigested(Generic[LinkT]):
-    """Blocks that need digests: those of `block_ids` at the positions `checked`; None: all. They
-    start at block `first` of the sequence."""
+    """Blocks that need digests: `block_ids` at the positions `checked`; None: all. `first`:
+    position of the first block in the sequence."""
 
     transfer: SendTransfer[LinkT]
     generation: int
@@ -155,7 +155,7 @@ class SendTransfer(Generic[LinkT]):
     ended_at: float | None = None
     token_ids: tuple[int, ...] = ()
     is_held: bool = False  # the engine waits for our Release
-    lease_end: float | None = None
+    hold_end: float | None = None
     is_closed: bool = False  # failed or acknowledged; kept while the engine or a copy needs it
 
     @property
@@ -180,23 +180,23 @@ class Producer(Generic[LinkT]):
         *,
         plan: CopyPlan,
         chunk_blocks: Mapping[int, int],
-        lease_s: float,
+        hold_s: float,
         heartbeat_s: float,
         digest_one_in: int = 1,
     ) -> None:
         """`chunk_blocks`: for each group held here, the number of blocks per chunk.
-        `digest_one_in`: every so many-th block of a sequence has a digest."""
+        `digest_one_in`: digest every N-th block of a sequence."""
         self._plan = plan
         self.chunk_blocks = chunk_blocks
-        self._lease_s = lease_s
+        self._hold_s = hold_s
         self._heartbeat_s = heartbeat_s
         self._digest_one_in = digest_one_in
         self._transfers: dict[str, SendTransfer[LinkT]] = {}
         self._early: dict[str, list[Reader[LinkT]]] = {}
         self._early_items = 0
-        # Transfer id -> reason, for ended transfers to which a consumer may still subscribe.
+        # Transfer id -> reason, for ended transfers that may still get a subscription.
         self._tombstones: OrderedDict[str, str] = OrderedDict()
-        self.expired_leases = 0
+        self.expired_holds = 0
         self.refused_subscriptions = 0
 
     def __len__(self) -> int:
@@ -258,11 +258,11 @@ class Producer(Generic[LinkT]):
         transfer.ended_at, transfer.token_ids, transfer.is_held = now, token_ids, held
         if not held or transfer.is_closed:
             return self._close(transfer, "the prefill was aborted")
-        transfer.lease_end = now + self._lease_s
+        transfer.hold_end = now + self._hold_s
         return [*self._pump(transfer, now), *self._digest(transfer_id)]
 
     def _digest(self, transfer_id: str) -> list[Action[LinkT]]:
-        """Return an action only if there is something to digest: it wakes a thread."""
+        """Return an action only if there is something to digest, because it wakes a thread."""
         return [DigestBlocks(transfer_id)] if self.undigested(transfer_id) is not None else []
 
     def undigested(self, transfer_id: str) -> Undigested[LinkT] | None:
@@ -286,7 +286,8 @@ class Producer(Generic[LinkT]):
         return None
 
     def begin_digests(self, of: Undigested[LinkT]) -> None:
-        """Record that these digests are being computed: `undigested` returns later blocks."""
+        """Record that these digests are being computed, so that `undigested` returns later
+        blocks."""
         made = of.transfer.digests.get(of.part)
         if made is not None and of.generation == of.transfer.generation:
             made.begun = of.first + len(of.block_ids)
@@ -362,7 +363,7 @@ class Producer(Generic[LinkT]):
         transfer_id = subscription.transfer_id
         if transfer_id in self._tombstones:
             return self._refuse(link, transfer_id, self._tombstones[transfer_id])
-        reader = Reader(link, subscription, now + self._lease_s, spoke_at=now)
+        reader = Reader(link, subscription, now + self._hold_s, spoke_at=now)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             early = self._early.get(transfer_id, [])
@@ -405,8 +406,8 @@ class Producer(Generic[LinkT]):
         return self._pump(transfer, now)
 
     def cancel(self, link: LinkT, transfer_id: str) -> list[Action[LinkT]]:
-        """End a transfer that a consumer does not want. Ignored if other links have subscribed and
-        this one has not."""
+        """End a transfer at the consumer's request. Ignored if other links have subscribed and this
+        one has not."""
         transfer = self._transfers.get(transfer_id)
         early = self._early.get(transfer_id, [])
         if transfer is None:
@@ -448,7 +449,7 @@ class Producer(Generic[LinkT]):
         return True
 
     def next_chunk(self, chunk: SendChunk[LinkT], now: float) -> list[Action[LinkT]]:
-        """Return the chunk after one whose copy goes on without its thread."""
+        """Return the chunk after one whose copy continues asynchronously."""
         transfer, _ = self._find(chunk.link, chunk.transfer_id)
         return [] if transfer is None else self._pump(transfer, now)
 
@@ -473,14 +474,14 @@ class Producer(Generic[LinkT]):
         reader.spoke_at = now
         if is_current:
             reader.sent_blocks += len(chunk.block_ids)
-        if transfer.lease_end is not None:
-            transfer.lease_end = now + self._lease_s
+        if transfer.hold_end is not None:
+            transfer.hold_end = now + self._hold_s
         return self._pump(transfer, now)
 
     # -- from the clock
 
     def tick(self, now: float) -> list[Action[LinkT]]:
-        """Expire leases and early subscriptions; send heartbeats."""
+        """End holds and early subscriptions; send heartbeats."""
         actions: list[Action[LinkT]] = []
         for transfer_id, early in list(self._early.items()):
             if now >= early[0].expires_at:
@@ -488,9 +489,9 @@ class Producer(Generic[LinkT]):
         for transfer in list(self._transfers.values()):
             if transfer.is_closed:
                 continue
-            if transfer.lease_end is not None and now >= transfer.lease_end:
-                self.expired_leases += 1
-                actions += self._close(transfer, "the lease ended")
+            if transfer.hold_end is not None and now >= transfer.hold_end:
+                self.expired_holds += 1
+                actions += self._close(transfer, "the hold ended")
                 continue
             for reader in transfer.readers:
                 if now - reader.spoke_at >= self._heartbeat_s:
@@ -521,7 +522,7 @@ class Producer(Generic[LinkT]):
                 raise KvTransferError(f"group {g.group} was subscribed, which the model has not")
             needed = self._plan.shards[g.group].group.needed(subscription.num_tokens)
             end = g.first_block + len(g.block_ids)
-            # Of a stage that has only layers with a window, no block may be needed.
+            # A stage that has only layers with a window may need no block.
             is_empty = needed and not g.block_ids
             if g.first_block < needed.start or end != needed.stop or is_empty:
                 raise KvTransferError(
@@ -640,7 +641,7 @@ class Producer(Generic[LinkT]):
 
 
 def _digests_of(transfer: SendTransfer[LinkT], reader: Reader[LinkT]) -> bytes:
-    """Return the digests of the reader's blocks that are computed so far."""
+    """Return the digests computed so far for the reader's blocks."""
     digests = b""
     for part, blocks in zip(reader.parts, reader.subscription.groups, strict=True):
         made = transfer.digests.get(part)

@@ -24,7 +24,7 @@ UP = "up"
 class TransferView:
     """One transfer. `side` is this worker's role in it; `peer` is the instance id or address of the
     other worker. `blocks` counts this worker's blocks, `moved_blocks` the consumer's.
-    `lease_left_s` is None while no lease runs."""
+    `hold_left_s` is None while no hold runs."""
 
     transfer_id: str
     request_id: str
@@ -36,7 +36,7 @@ class TransferView:
     moved_blocks: int
     moved_bytes: int
     age_s: float | None = None
-    lease_left_s: float | None = None
+    hold_left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def take(peers: Peers) -> KvSnapshot:
     totals = {name: value for usage in usages for name, value in usage.totals.items()}
     with peers.driver.lock:
         totals |= asdict(peers.driver.counters)
-        totals["expired_leases"] = peers.driver.producer.expired_leases
+        totals["expired_leases"] = peers.driver.producer.expired_holds
         totals["refused_subscriptions"] = peers.driver.producer.refused_subscriptions
         totals["receive_timeouts"] = peers.driver.consumer.timeouts
         totals["digest_mismatches"] = peers.driver.consumer.digest_mismatches
@@ -136,7 +136,7 @@ def _sent(peers: Peers, now: float) -> Iterator[TransferView]:
             moved_blocks=min((reader.sent_blocks for reader in t.readers), default=0),
             moved_bytes=sum(reader.sent_bytes for reader in t.readers),
             age_s=now - t.began_at,
-            lease_left_s=None if t.lease_end is None else max(0.0, t.lease_end - now),
+            hold_left_s=None if t.hold_end is None else max(0.0, t.hold_end - now),
         )
     for early in peers.driver.producer.early():
         yield TransferView(
@@ -149,7 +149,7 @@ def _sent(peers: Peers, now: float) -> Iterator[TransferView]:
             blocks=0,
             moved_blocks=0,
             moved_bytes=0,
-            lease_left_s=max(0.0, early.expires_at - now),
+            hold_left_s=max(0.0, early.expires_at - now),
         )
 
 

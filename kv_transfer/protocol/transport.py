@@ -1,12 +1,12 @@
 """The interface of all transports.
 
-Control messages travel on the link; a transport decides how the bytes of a chunk travel. It sends
-them to the consumer (TCP, NCCL), or exports the producer's cache so that the consumer copies from
-it (mapped memory). In both cases only the consumer writes into its own blocks, so it can reuse them
-after a failure without an answer from the producer.
+Control messages use the link; a transport moves the bytes of a chunk. It sends them to the consumer
+(TCP, NCCL), or exports the producer's cache so that the consumer copies from it (mapped memory). In
+both cases only the consumer writes into its own blocks, so it can reuse them after a failure
+without an answer from the producer.
 
 Handshake: the producer makes an `offer`. The consumer opens its end of the first offer that it can
-use, and raises TransportUnavailable for the others. The returned details open the producer's end.
+use; others raise TransportUnavailable. The returned details open the producer's end.
 
 Errors: OSError and KvTransferError end the link.
 """
@@ -32,15 +32,15 @@ class TransportUnavailable(KvTransferError):
 
 @dataclass(frozen=True, slots=True)
 class LocalKv:
-    """This rank's KV cache: a region for each group of which it holds layers, over one memory.
-    `shared` is None if that is not shared memory."""
+    """This rank's KV cache: one memory with a region for each group that has layers on this rank.
+    `shared` is None if it is not shared memory."""
 
     regions: Mapping[int, KvRegion]
     shared: SharedMemory | None
 
     @property
     def memory(self) -> KvRegion:
-        """Any of the regions, for what depends on their memory alone."""
+        """Any of the regions, for properties of their common memory."""
         return next(iter(self.regions.values()))
 
     @property
@@ -75,8 +75,8 @@ def _region_of(regions: Mapping[int, KvRegion], group: int) -> KvRegion:
 
 @dataclass(frozen=True, slots=True)
 class TransportUsage:
-    """Memory that a transport holds outside the KV cache, and its counters by name. `lost_slots`
-    counts staging slots that are never used again, because the GPU may still write to them."""
+    """Memory of a transport outside the KV cache, and its counters by name. `lost_slots` counts
+    staging slots that are never reused, because the GPU may still write to them."""
 
     held_bytes: int = 0
     lost_slots: int = 0

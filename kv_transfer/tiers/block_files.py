@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kv_transfer.cache.host_memory import KvRegion
 
 _LOCK_TIMEOUT_S = 5.0
-# A worker counts all files when it starts; other workers that start meanwhile wait for it.
+# A worker counts all files at its start; other workers that start then wait for it.
 _START_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.002
 _COUNT = b"%32d"

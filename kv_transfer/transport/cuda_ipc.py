@@ -1,8 +1,8 @@
 """KV between GPUs of one host: the consumer maps the producer's cache and copies by itself.
 
-The protocol is that of mapped.py; CUDA's IPC handles share the memory. The consumer's GPU
-reads the producer's memory over NVLink or PCIe. If a process cannot open the handle, because its
-GPU cannot reach the other GPU or the process does not see it, the next transport is used. The same
+Same protocol as mapped.py, with CUDA IPC handles in place of descriptors. The consumer's GPU reads
+the producer's memory over NVLink or PCIe. If a process cannot open the handle, because its GPU
+cannot reach the other GPU or the process does not see it, the next transport is used. The same
 applies if the cache cannot be shared (memory from cuMemCreate, MIG).
 
 Not run on a GPU yet.
@@ -57,7 +57,7 @@ class PeerGpuMemory:
         while self._mapped:
             try:
                 self._cuda.close(self._mapped.pop())
-            except KvTransferError as error:  # a GPU that is lost, whose engine ends too
+            except KvTransferError as error:  # the GPU is lost; its engine ends too
                 logger.warning("cannot unmap a peer's KV cache: %s", error)
 
 
@@ -131,8 +131,8 @@ class CudaIpcTransport(Transport):
         return MappedProducer(link, self.name)
 
     def _export(self, address: int, size: int) -> tuple[bytes, int, int]:
-        """Return the handle of torch's allocation that contains these bytes, and where they are in
-        it. Raises KvTransferError."""
+        """Return (handle of torch's allocation that contains these bytes, their offset in it, their
+        size). Raises KvTransferError."""
         for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
             if 0 <= (offset := address - segment["address"]) < segment["total_size"]:
                 return self._cuda.export(segment["address"]), offset, size

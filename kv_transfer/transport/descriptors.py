@@ -1,10 +1,10 @@
 """Descriptors of shared memory, sent between processes, also across containers.
 
 A path below /proc reaches another process's memory only within one PID namespace. A Unix socket in
-a directory that both containers mount has no such limit: the producer sends its descriptor over it
-(SCM_RIGHTS). The socket is in a directory that only this user may enter. A client must send the key
-from the producer's offer, which under TLS only workers learn, and the proof of the worker token if
-one is configured (protocol/auth.py).
+a directory that both containers mount has no such limit; the producer sends its descriptor over it
+(SCM_RIGHTS). Only this user may enter the socket's directory. A client must send the key from the
+producer's offer, which under TLS only workers see, and the proof of the worker token if one is
+configured (protocol/auth.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_transfer.errors import KvTransferError
+from kv_transfer.errors import HandshakeRefused, KvTransferError
 from kv_transfer.protocol.auth import LinkAuth
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9a-f]{16}\.sock", re.ASCII)
-_MAX_REQUEST = 256
+_MAX_REQUEST = 1024
 _GRANTED = b"\1"
 
 
@@ -101,7 +101,6 @@ class Descriptors:
         return fds[0]
 
     def _serve(self, listener: socket.socket) -> None:
-        wanted = self.key + self._auth.prove("memory", self.key)
         while True:
             try:
                 sock, _ = listener.accept()
@@ -111,12 +110,20 @@ class Descriptors:
                 try:
                     sock.settimeout(self._timeout_s)
                     request = sock.recv(_MAX_REQUEST)
-                    if hmac.compare_digest(request, wanted):
+                    if self._may_map(request):
                         socket.send_fds(sock, [_GRANTED], [self._fd])
-                    elif request:  # an empty request only checks that we listen
+                    elif request:  # an empty request only probes the listener
                         logger.warning("refused a process that asked for the KV cache's memory")
                 except OSError as error:
                     logger.info("a process that asked for the KV cache's memory left: %s", error)
+
+    def _may_map(self, request: bytes) -> bool:
+        key, proof = request[: len(self.key)], request[len(self.key) :]
+        try:
+            self._auth.check(proof, "memory", self.key)
+        except HandshakeRefused:
+            return False
+        return hmac.compare_digest(key, self.key)
 
     def close(self) -> None:
         """Stop the server. Peers keep the memory mapped. Idempotent."""

@@ -1,7 +1,7 @@
 """KV between processes of one host: the consumer maps the producer's cache and copies by itself.
 
-No process writes into another's memory. The producer may reuse its blocks while the consumer copies
-them. It then announces the blocks again or ends the transfer; otherwise the digests do not match.
+No process writes into another's memory. If the producer reuses blocks while the consumer copies
+them, it announces them again or ends the transfer; otherwise the digests do not match.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput
 
 from kv_transfer import transport
 from kv_transfer.cache.geometry import compatibility
@@ -33,6 +34,7 @@ from kv_transfer.vllm.kv_groups import groups_of, joined, of_all_stages, tables_
 from kv_transfer.vllm.kv_layout import (
     allocate_in,
     check_model,
+    cooperative_kernels,
     describe,
     has_draft_kv,
     held_of,
@@ -45,6 +47,7 @@ from kv_transfer.vllm.worker_half import WorkerHalf
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -52,7 +55,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from kv_transfer.protocol.snapshot import KvSnapshot
@@ -67,8 +69,8 @@ _MAX_UNSPLIT = 64
 class PdConnector(KVConnectorBase_V1, SupportsHMA):
     """Forwards vLLM's calls to the scheduler half or the worker half, by `role`.
 
-    What a request asks for is in its kv_transfer_params (params.py). SupportsHMA has vLLM keep a
-    block table for each KV-cache group.
+    A request's transfer is described by its kv_transfer_params (params.py). With SupportsHMA, vLLM
+    keeps a block table for each KV-cache group.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         check_model(vllm_config)
         if self._kv_transfer_config.kv_load_failure_policy != "fail":
-            # With "recompute", a first token that was handed over would be sampled twice.
+            # With "recompute", a handed-over first token would be sampled twice.
             raise ConfigError(
                 'kv_load_failure_policy must be "fail"', field="kv_load_failure_policy"
             )
@@ -103,7 +105,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
             self._groups = groups_of(kv_cache_config)
             self._settings = read_extra_config(self._kv_transfer_config.kv_connector_extra_config)
             on_gpu = vllm_config.device_config.device_type != "cpu"
-            self._transports = transport.make(self._settings, on_gpu=on_gpu)
+            self._transports = transport.make(
+                self._settings, on_gpu=on_gpu, cooperative=cooperative_kernels(vllm_config)
+            )
             if any(each.name == "shm" for each in self._transports):
                 self._shared = SharedMemory("pdserve-kv")
             self._instance_id: str = self._kv_transfer_config.engine_id
@@ -111,7 +115,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
                 # The ranks on other nodes have the name of the first one's engine. On one node, the
                 # world may also have other engines: the ranks of a data-parallel group.
                 self._instance_id = get_world_group().broadcast_object(self._instance_id)
-            # Only runner V1 reads these, in the step that brought them.
+            # Only runner V1 reads these, in the step that delivered them.
             self._resumed: dict[str, list[int]] = {}
             patch_runner_v1(self._resumed)
 
@@ -128,6 +132,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def take_arrivals(self) -> list[Arrival]:
         return self._scheduler_half().take_arrivals()
 
+    def complete(self, arrivals: Iterable[Arrival], ranks: int) -> set[str]:
+        return self._scheduler_half().complete(arrivals, ranks)
+
     def take_failure(self, request_id: str) -> ErrorInfo | None:
         return self._scheduler_half().take_failure(request_id)
 
@@ -142,7 +149,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def wakeup(self) -> int:
-        """A descriptor that is readable while the next step would find that a transfer ended."""
+        """A descriptor, readable while the end of a transfer awaits the next step."""
         return self._worker_half().driver.wakeup.fileno()
 
     @property
@@ -170,6 +177,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker half
 
+    def take_received(self) -> list[Arrival]:
+        return self._worker_half().take_received()
+
     def snapshot(self) -> KvSnapshot:
         return take(self._worker_half().peers)
 
@@ -181,7 +191,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         regions = regions_of(self._groups, kv_caches, self._num_blocks)
         held = [held_of(config, each, kv_caches, region) for each, region in regions.items()]
         groups = joined(of_all_stages(held))
-        plan, layout = plan_of(config, groups), describe(config, groups)
+        plan = plan_of(config, groups)
+        layout = describe(config, groups) | self._settings.shared_by_peers
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
         by_layers = {each.layers: region for each, region in regions.items()}
@@ -220,10 +231,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_half().before_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: `before_step` has started the loads, which run during the step."""
+        """No-op: `before_step` has started the loads, which run during the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is scheduled only when its load has ended."""
+        """No-op: a request is scheduled only when its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -295,6 +306,17 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 def first_of(connector: Any) -> Any:
     """Return pdserve's own connector. With KV tiers it is the first of two."""
     return getattr(connector, "sub_connectors", [connector])[0]
+
+
+def start_arrived(scheduler: Any, received: Sequence[Arrival], ranks: int) -> None:
+    """Let vLLM's next `schedule` start the requests that `received` completes: loads that succeeded
+    on one of the `ranks` each.
+
+    vLLM reads arrivals when it launches a step, and starts their requests after the results of that
+    step. With asynchronous scheduling that is two steps later.
+    """
+    if received and (complete := first_of(scheduler.get_kv_connector()).complete(received, ranks)):
+        scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=complete))
 
 
 def tier_token_s(connector: Any) -> float:

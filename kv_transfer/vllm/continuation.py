@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class _Gate(StructuredOutputManager):  # type: ignore[misc]
-    """vLLM's rule for the tokens that a grammar must accept: those after the reasoning, if the
-    request has a reasoning parser. Has no state; skips vLLM's constructor, which loads backends."""
+    """vLLM's rule for the tokens that a grammar must accept: only tokens after the reasoning, if
+    the request has a reasoning parser. Has no state; skips vLLM's constructor, which loads
+    backends."""
 
     def __init__(self) -> None:
         self.enable_in_reasoning = False
@@ -80,6 +81,33 @@ class Continuations:
         self._replay.pop(request_id, None)
 
 
+def resume_in(_worker: Any, resumed: MutableMapping[str, list[int]]) -> None:
+    """Give runner V1 of this process the output tokens of requests that the next step starts."""
+    patch_runner_v1(resumed)
+
+
+class ContinuationsWithoutConnector(Continuations):
+    """Continued requests of an engine without a KV connector. It replaces `schedule` on the
+    scheduler instance: a connector would learn of a started request there, and its metadata would
+    carry the tokens to all processes that run the model."""
+
+    def __init__(self, scheduler: Any, executor: Any) -> None:
+        super().__init__()
+        executor.collective_rpc(resume_in, args=({},))  # installs the patch, in each process
+        schedule = scheduler.schedule
+
+        def resuming_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            for started in output.scheduled_new_reqs:
+                # Its grammar is compiled, and vLLM queries it for the next token only after this.
+                self.replay_grammar(scheduler.requests[started.req_id])
+            if resumed := self.take_resumed(output):
+                executor.collective_rpc(resume_in, args=(resumed,))
+            return output
+
+        scheduler.schedule = resuming_schedule
+
+
 class SeededGenerator(torch.Generator):
     """CPU generator whose state follows from its seed and the number of tokens drawn.
 
@@ -120,7 +148,7 @@ class _StateFactory:
         generator = values.get("generator")
         if generator is not None and generator.device.type != "cpu":
             if tokens:
-                # How far a token advances a GPU's generator depends on the kernels.
+                # On a GPU, the kernels determine how far a token advances the generator.
                 logger.warning(
                     "request %s has a seed and continues here on vLLM's model runner V1: its next"
                     " tokens may differ from those of one engine",

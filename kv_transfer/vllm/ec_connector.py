@@ -1,14 +1,15 @@
 """The connector of encoder caches that vLLM loads (`ec_connector_module_path`).
 
-An encode worker encodes the images of a request, and offers each embedding. The prefill worker
-fetches them before it schedules the request. What has not come by a deadline, it encodes by itself:
-the request never fails because of an encode worker.
+An encode worker encodes the images of a request, and offers the features of each. The prefill
+worker fetches them before it schedules the request. Images whose features miss a deadline are
+encoded by the prefill worker, so no request fails because of an encode worker.
 
-Fetches run in the scheduler's process, and embeddings reach the processes that run the model with
-the metadata of the step that needs them. An encode worker has one process.
+Fetches run in the scheduler's process. The metadata of a step brings the features that it needs to
+the processes that run the model. An encode worker has one process.
 
 A request's `ec_transfer_params`: {"transfer_id": str} for an encode worker; for a prefill worker
-also "address", "instance_id" and "row_bytes". In its output, prefill says how many it "fetched".
+also "address", "instance_id" and "row_bytes". In its output, prefill reports how many images it
+"wanted" the features of, because its KV cache lacked their KV, and how many it "fetched".
 
 Tried on vLLM 0.32.0 (CPU).
 """
@@ -28,7 +29,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 from vllm.distributed.ec_transfer.ec_connector.encoder_output_width import get_encoder_output_width
 
-from kv_transfer.embeddings import EmbeddingPlane, EmbeddingSource
+from kv_transfer.image_features import ImageFeaturePlane, ImageFeatureSource
 from kv_transfer.settings import read_extra_config
 from kv_transfer.vllm.kv_layout import describe_model
 
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 @dataclass
 class EcStepMetadata(ECConnectorMetadata):  # type: ignore[misc]
     """`wanted`: of requests that enter an encode worker, the transfers of their images, by vLLM's
-    identifier. `loads`: embeddings that a prefill worker has fetched, for this step."""
+    identifier. `loads`: features that a prefill worker has fetched, for this step."""
 
     wanted: dict[str, dict[str, str]] = field(default_factory=dict)
     loads: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -53,20 +54,21 @@ class EcStepMetadata(ECConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Fetches:
-    """The embeddings of one request. `waiting`: the transfers of those that are on their way, by
-    vLLM's identifier of the image. `unneeded`: numbers of the images that are not fetched.
-    `fetched`: how many have come."""
+    """The image features of one request. `waiting`: transfers in progress, by vLLM's identifier of
+    the image. `unneeded`: numbers of the images that are not fetched. `wanted`, `fetched`: number
+    of fetches that were started, and that succeeded."""
 
-    source: EmbeddingSource
+    source: ImageFeatureSource
     deadline: float
     waiting: dict[str, str] = field(default_factory=dict)
     unneeded: list[int] = field(default_factory=list)
+    wanted: int = 0
     fetched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """An embedding that is not loaded yet. `width`: the length of its rows."""
+    """Features of an image that are not loaded yet. `width`: values in a row."""
 
     request_id: str
     transfer_id: str
@@ -84,20 +86,20 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
         self._instance_id: str = config.engine_id
         self._dtype = vllm_config.model_config.dtype
         self._device = vllm_config.device_config.device_type
-        self._plane: EmbeddingPlane | None = None
+        self._plane: ImageFeaturePlane | None = None
         self._wanted: dict[str, dict[str, str]] = {}  # by request
         self._known: set[str] = set()  # an encode worker's open requests
-        # A prefill worker's: by request, and by identifier.
+        # State of a prefill worker: by request, and by image identifier.
         self._fetches: dict[str, _Fetches] = {}
         self._arrived: dict[str, _Arrived] = {}
         self._loads: dict[str, torch.Tensor] = {}
         if self.is_producer and role is ECConnectorRole.WORKER:
             self._open()
 
-    def _open(self) -> EmbeddingPlane:
+    def _open(self) -> ImageFeaturePlane:
         if self._plane is None:
             layout = describe_model(self._vllm_config) | {"embeddings": str(self._dtype)}
-            self._plane = EmbeddingPlane(
+            self._plane = ImageFeaturePlane(
                 self._settings, self._instance_id, layout, self._settings.embeddings_bytes
             )
         return self._plane
@@ -105,25 +107,25 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
     # -- for the worker process that hosts the engine
 
     @property
-    def plane(self) -> EmbeddingPlane:
+    def plane(self) -> ImageFeaturePlane:
         assert self._plane is not None, "an encode worker has one from the start"
         return self._plane
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the embedding of one token, once an encode worker's model is loaded."""
+        """Bytes of the features of one token, once an encode worker's model is loaded."""
         width: int = get_encoder_output_width(self._vllm_config, "image")
         return width * int(self._dtype.itemsize)
 
     def refuse(self, transfer_id: str, images: int) -> None:
-        """Tell a prefill worker that the images of a request will not be encoded here."""
-        source = EmbeddingSource(transfer_id, "", "", 0)
+        """Notify a prefill worker that the images of a request will not be encoded here."""
+        source = ImageFeatureSource(transfer_id, "", "", 0)
         for index in range(images):
             self.plane.refuse(source.transfer_of(index))
 
     @property
     def waiting_requests(self) -> int:
-        """The number of requests that wait for embeddings."""
+        """Number of requests that wait for image features."""
         return sum(bool(each.waiting) for each in self._fetches.values())
 
     def shutdown(self) -> None:
@@ -134,7 +136,7 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
     # -- an encode worker, where the model runs
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        """Offer what earlier steps have encoded for other requests."""
+        """Offer the features that earlier steps have encoded for other requests."""
         metadata = self._connector_metadata
         assert isinstance(metadata, EcStepMetadata)
         self._wanted |= metadata.wanted
@@ -152,7 +154,9 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
             if transfer_id is None:
                 continue
             if rows.dtype != self._dtype:
-                logger.warning("embeddings are %s, not %s: not offered", rows.dtype, self._dtype)
+                logger.warning(
+                    "image features are %s, not %s: not offered", rows.dtype, self._dtype
+                )
                 self.plane.refuse(transfer_id)
                 continue
             data: Any = rows.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
@@ -175,8 +179,8 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
     # -- the scheduler, of either role
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return False while embeddings of a request are on their way. Called in each step before
-        a request is scheduled."""
+        """Return False while features of a request's images are being fetched. Called in each step
+        before a request is scheduled."""
         params = request.ec_transfer_params
         if params is None:
             return True
@@ -184,7 +188,7 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
         if self.is_producer:
             if request_id not in self._known:
                 self._known.add(request_id)
-                source = EmbeddingSource(params["transfer_id"], "", "", 0)
+                source = ImageFeatureSource(params["transfer_id"], "", "", 0)
                 transfers = {name: source.transfer_of(n) for name, n, *_ in _images(request)}
                 self._wanted[request_id] = transfers
             return True
@@ -195,26 +199,31 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
             self._collect()
             if fetches.waiting and time.monotonic() >= fetches.deadline:
                 limit_s, count = self._settings.encode_timeout_s, len(fetches.waiting)
-                logger.warning("%d embeddings did not come in %g s: computed here", count, limit_s)
+                logger.warning(
+                    "the features of %d images did not arrive in %g s: computed here",
+                    count,
+                    limit_s,
+                )
                 self._abandon(fetches)
         return not fetches.waiting
 
     def _begin(self, request: Request, num_computed_tokens: int) -> _Fetches:
-        """Start to fetch the embeddings of images that the KV cache does not cover."""
+        """Start to fetch the features of images that the KV cache does not cover."""
         deadline = time.monotonic() + self._settings.encode_timeout_s
-        fetches = _Fetches(EmbeddingSource(**request.ec_transfer_params), deadline)
+        fetches = _Fetches(ImageFeatureSource(**request.ec_transfer_params), deadline)
         if self._plane is not None:
-            self._collect()  # frees the blocks of what was given up
+            self._collect()  # frees the blocks of abandoned fetches
         for identifier, index, end, rows in _images(request):
             is_needed = end > num_computed_tokens
             if is_needed and self._open().fetch(fetches.source, index, rows):
                 fetches.waiting[identifier] = fetches.source.transfer_of(index)
             else:
                 fetches.unneeded.append(index)
+        fetches.wanted = len(fetches.waiting)
         return fetches
 
     def _collect(self) -> None:
-        """Take what has arrived or failed, for all requests."""
+        """Take the features that have arrived, and the failures, of all requests."""
         by_transfer = {
             transfer_id: (request_id, fetches, identifier)
             for request_id, fetches in self._fetches.items()
@@ -228,7 +237,9 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
             request_id, fetches, identifier = by_transfer[each.transfer_id]
             del fetches.waiting[identifier]
             if each.reason:
-                logger.warning("an embedding did not come: computed here: %s", each.reason)
+                logger.warning(
+                    "the features of an image did not arrive: computed here: %s", each.reason
+                )
                 continue
             fetches.fetched += 1
             width = fetches.source.row_bytes // self._dtype.itemsize
@@ -254,7 +265,7 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
             self._loads[identifier] = rows.view(-1, found.width)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> EcStepMetadata:
-        # With those that ended before they were scheduled, so that their embeddings are refused.
+        # Also requests that ended before they were scheduled, so that their features are refused.
         known = {x.req_id for x in scheduler_output.scheduled_new_reqs}
         known |= scheduler_output.finished_req_ids
         wanted = {x: self._wanted.pop(x) for x in known & self._wanted.keys()}
@@ -273,12 +284,12 @@ class PdEcConnector(ECConnectorBase):  # type: ignore[misc]
             self._open().decline(fetches.source, index)
         for identifier in [x for x, each in self._arrived.items() if each.request_id == request_id]:
             self._forget(identifier)
-        return False, {"fetched": fetches.fetched}
+        return False, {"wanted": fetches.wanted, "fetched": fetches.fetched}
 
 
 def _images(request: Request) -> Iterator[tuple[str, int, int, int]]:
     """Yield the images of a request, each once: identifier, number in the prompt, end of the
-    placeholder, number of tokens with embeddings."""
+    placeholder, number of tokens with features."""
     seen = set()
     for index, feature in enumerate(request.mm_features):
         place = feature.mm_position

@@ -6,8 +6,8 @@ docs/kv_transfer.md has the commands and the contract.
 
 The proxy sends the request to prefill with a limit of one token. The answer names the location of
 the KV, which the proxy sends to decode with the whole request. With `--at-once`, only the first
-request runs so. Afterwards the proxy knows the location, makes the transfer ids itself, and sends
-to both servers at the same time, so that blocks are transferred while prefill computes.
+request runs so. Afterwards the proxy knows the location, generates the transfer ids itself, and
+sends to both servers at the same time, so that blocks are transferred while prefill computes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Proxy:
         try:
             return await self._run_decode(request, {**body, "kv_transfer_params": kv})
         finally:
-            prefill.cancel()  # if it still runs, its KV is not needed
+            prefill.cancel()  # its KV is no longer needed
             await asyncio.gather(prefill, return_exceptions=True)
 
     async def models(self, _: web.Request) -> web.Response:
@@ -83,7 +83,7 @@ class Proxy:
             piece = await answer.content.readany()
             failed = answer.status == 500 or piece.startswith(b'data: {"error"')
             if failed and body["kv_transfer_params"] is not None:
-                self._producer = {}  # the KV did not arrive: prefill may have restarted
+                self._producer = {}  # prefill may have restarted
                 return await self._run_decode(request, {**body, "kv_transfer_params": None})
             response = web.StreamResponse(status=answer.status)
             response.content_type = answer.content_type

@@ -1,9 +1,9 @@
 """Groups of layers that share a KV cache, as vLLM describes them. Tested with vLLM 0.32.0 and
 0.33.0 (CPU).
 
-vLLM makes the groups for the whole model. With pipeline stages each rank has only the layers of its
-stage, and perhaps none of a group. What the transfer plan needs of the other stages they tell each
-other: vLLM's own split of the layers depends on VLLM_PP_LAYER_PARTITION and on the model.
+vLLM forms the groups for the whole model. With pipeline stages each rank has only the layers of its
+stage, and perhaps none of a group. Stages exchange the data that the transfer plan needs, because
+vLLM's split of the layers depends on VLLM_PP_LAYER_PARTITION and on the model.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class HeldGroup:
-    """Layers of one stage in a group, and what only a rank that has such layers knows of the group:
-    its number of heads in the whole model, the size of a head in a page, and its `fields` of the
-    compatibility key. `needs_equal_tp`: its KV cannot be split by heads."""
+    """Layers of one stage in a group, with properties of the group that only a rank with such
+    layers knows. `num_kv_heads`: in the whole model. `head_bytes`: size of a head in a page.
+    `fields`: of the compatibility key. `needs_equal_tp`: its KV cannot be split by heads."""
 
     of: LayerGroup
     num_kv_heads: int
@@ -58,8 +58,8 @@ class HeldGroup:
 
 @dataclass(frozen=True, slots=True)
 class ModelGroup:
-    """A group of the transfer plan: the layers of all stages. `first` is that of the first stage
-    that has any."""
+    """A group of the transfer plan: the layers of all stages. `first`: from the first stage with
+    layers of the group."""
 
     first: HeldGroup
     stages: tuple[tuple[str, ...], ...]
@@ -104,8 +104,8 @@ def tables_of(config: KVCacheConfig) -> list[KvGroup]:
 
 
 def groups_of(config: KVCacheConfig) -> list[LayerGroup]:
-    """Return vLLM's groups, without those of which this stage has no layers, split further where
-    layers differ in page layout. Raises UnsupportedLayout."""
+    """Return vLLM's groups with layers on this stage, split further if layers differ in page
+    layout. Raises UnsupportedLayout."""
     groups = []
     for table in config.transfer_group_ids:
         found = config.kv_cache_groups[table]
@@ -123,7 +123,7 @@ def groups_of(config: KVCacheConfig) -> list[LayerGroup]:
 
 
 def of_all_stages(held: Sequence[HeldGroup]) -> list[list[HeldGroup]]:
-    """Return what each stage holds, in order. All stages call this together."""
+    """Return the groups of each stage, in order. All stages call this together."""
     pipeline = get_pp_group()
     if pipeline.world_size == 1:
         return [list(held)]
@@ -133,9 +133,9 @@ def of_all_stages(held: Sequence[HeldGroup]) -> list[list[HeldGroup]]:
 
 
 def joined(stages: Sequence[Sequence[HeldGroup]]) -> list[ModelGroup]:
-    """Join what the stages hold to the groups of the transfer plan, those whose blocks can be sent
-    during prefill first. The result is the same on all ranks, and for any number of stages. Raises
-    UnsupportedLayout if two stages describe a group in different ways."""
+    """Merge the stages' groups into the groups of the transfer plan; groups whose blocks can be
+    sent during prefill are first. The result is the same on all ranks, and for any number of
+    stages. Raises UnsupportedLayout if two stages describe a group in different ways."""
     found: dict[tuple[KvGroup, Any], list[tuple[str, ...]]] = {}
     first: dict[tuple[KvGroup, Any], HeldGroup] = {}
     for stage, groups in enumerate(stages):
@@ -149,6 +149,6 @@ def joined(stages: Sequence[Sequence[HeldGroup]]) -> list[ModelGroup]:
                     f"stage {stage} of the pipeline has a group of {dict(held.fields)}, "
                     f"another one of {dict(known.fields)}"
                 )
-    # By table: a stage may be the first to have layers of an early one.
+    # By table, because a stage may be the first with layers of an early table.
     order = sorted(found, key=lambda key: (not key[0].is_streamed, key[0].table))
     return [ModelGroup(first[key], tuple(found[key])) for key in order]

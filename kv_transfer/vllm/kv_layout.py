@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import mmap
 import os
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kv_transfer.cache.geometry import GroupKind, KvGeometry
 from kv_transfer.cache.gpu_memory import device_region
-from kv_transfer.cache.host_memory import KvRegion, SharedMemory, prefault
+from kv_transfer.cache.host_memory import KvRegion, SharedMemory
 from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.protocol.messages import PROTOCOL_VERSION
 from kv_transfer.protocol.plan import CopyPlan, Shard
@@ -26,7 +27,8 @@ from kv_transfer.vllm.kv_groups import HeldGroup
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from vllm.config import VllmConfig
 
@@ -35,12 +37,18 @@ if TYPE_CHECKING:
 # Model types whose KV-cache specs `_kind_of` refuses. Refused before their weights are loaded.
 _UNSUPPORTED_MODELS = ("deepseek_v41", "glm5_next", "qwen4_exp")
 # Methods of speculative decoding whose drafts have no KV. Workers that differ only in these can
-# exchange KV, so decode workers can speculate alone.
+# exchange KV, so it is enough that decode workers speculate.
 _WITHOUT_DRAFT_KV = ("ngram", "suffix")
-# Two names of vLLM for one format on NVIDIA's GPUs.
+# vLLM has two names for one format on NVIDIA's GPUs.
 _SAME_DTYPE = {"fp8": "fp8_e4m3"}
+# Words in the names of settings that determine the rotation of keys, and the tokens that a layer
+# sees. `hf_overrides` can change them without effect on shapes and weights.
+_POSITIONS = ("rope", "rotary", "max_position", "window", "attention_chunk", "layer_types")
+_LONGEST_VALUE = 80
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLES, _SAMPLE_BYTES = 128, 1024  # of each file
+# vLLM's backends of experts that launch cooperative kernels.
+_COOPERATIVE = ("deepep", "mori", "moonep", "nixl_ep", "pplx")
 # Parallelism that splits KV in ways that protocol/plan.py does not support.
 _UNSUPPORTED_SPLITS = (
     "decode_context_parallel_size",
@@ -48,13 +56,14 @@ _UNSUPPORTED_SPLITS = (
 )
 
 
-class _SharedZeros(TorchFunctionMode):
-    """Replaces the one call torch.zeros(n, dtype=int8) that allocates the KV cache by a mapping of
-    `shared`. vLLM has no hook for the allocation of a CPU cache."""
+class _CacheAllocation(TorchFunctionMode):
+    """Replaces the one call torch.zeros(n, dtype=int8) that allocates the KV cache by `allocate`.
+    vLLM has no hook for the allocation of a CPU cache, and torch would write to each of its pages,
+    which then take memory before a request uses them."""
 
-    def __init__(self, shared: SharedMemory) -> None:
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         super().__init__()
-        self._shared = shared
+        self._allocate: Callable[[int], torch.Tensor] | None = allocate
 
     def __torch_function__(
         self,
@@ -66,20 +75,31 @@ class _SharedZeros(TorchFunctionMode):
         kwargs = kwargs or {}
         is_cache = func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1
         is_cache = is_cache and torch.device(kwargs.get("device") or "cpu").type == "cpu"
-        if not is_cache or self._shared.size or int(args[0]) <= 0:
+        allocate = self._allocate
+        if not is_cache or allocate is None or int(args[0]) <= 0:
             return func(*args, **kwargs)
-        size = int(args[0])
-        self._shared.grow(size)
-        cache = torch.from_file(self._shared.path, shared=True, size=size, dtype=torch.int8)
-        prefault(cache.data_ptr(), size)
-        return cache
+        self._allocate = None
+        return allocate(int(args[0]))
 
 
-@contextmanager
-def allocate_in(shared: SharedMemory) -> Iterator[None]:
+def allocate_in(shared: SharedMemory) -> AbstractContextManager[Any]:
     """Allocate vLLM's KV cache in `shared` inside this context."""
-    with _SharedZeros(shared):
-        yield
+
+    def allocate(size: int) -> torch.Tensor:
+        shared.grow(size)
+        return torch.from_file(shared.path, shared=True, size=size, dtype=torch.int8)
+
+    return _CacheAllocation(allocate)
+
+
+def allocate_untouched() -> AbstractContextManager[Any]:
+    """Allocate vLLM's KV cache in memory of this process inside this context."""
+
+    def allocate(size: int) -> torch.Tensor:
+        private = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(private, dtype=torch.int8)
+
+    return _CacheAllocation(allocate)
 
 
 def check_model(config: VllmConfig) -> None:
@@ -107,6 +127,15 @@ def check_model(config: VllmConfig) -> None:
             " (--aggregated 1 --prefill 0 --decode 0)",
             field="worker.model",
         )
+
+
+def cooperative_kernels(config: VllmConfig) -> str:
+    """Return the name of the kernels between ranks that need all their thread blocks at once."""
+    parallel = config.parallel_config
+    name = str(parallel.all2all_backend)
+    is_used = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+    is_one = is_used and name.startswith(_COOPERATIVE)
+    return f"all2all_backend {name}" if is_one else ""
 
 
 def _geometry(caches: list[torch.Tensor], num_blocks: int) -> KvGeometry:
@@ -201,7 +230,7 @@ def held_of(
     """Describe a group of which this rank has layers. Raises UnsupportedLayout."""
     first = caches[each.layers[0]]
     is_state = each.group.kind is GroupKind.STATE
-    # torch stores several quantised formats as uint8: the dtype does not identify them.
+    # torch stores several quantised formats as uint8, so the dtype does not identify them.
     cache_dtype = str(config.cache_config.cache_dtype)
     cache_dtype = _SAME_DTYPE.get(cache_dtype, cache_dtype)
     is_quantised = first.dtype is torch.uint8 or "fp8" in cache_dtype or "fp4" in cache_dtype
@@ -237,7 +266,7 @@ def held_of(
 
 
 def describe_model(config: VllmConfig) -> dict[str, str]:
-    """Return what determines the meaning of all bytes that workers exchange."""
+    """Return the fields that determine the meaning of all bytes that workers exchange."""
     return {
         "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),
@@ -251,17 +280,15 @@ def describe(config: VllmConfig, groups: Sequence[ModelGroup]) -> dict[str, str]
     """Return everything that determines the meaning of KV bytes, for the compatibility key.
 
     It includes the number of tensor-parallel ranks only if KV cannot be split by heads, and never
-    that of pipeline stages (kv_transfer/protocol/plan.py). Fields are separate so that an error can
-    name the field in which two workers differ, with both values.
+    the number of pipeline stages (kv_transfer/protocol/plan.py). Fields are separate so that an
+    error can name the field in which two workers differ, with both values.
     """
-    layout = describe_model(config) | {
-        "speculative": _speculative(config),
-        "groups": str(len(groups)),
-    }
+    layout = describe_model(config) | positions_of(config.model_config)
+    layout |= {"speculative": _speculative(config), "groups": str(len(groups))}
     for n, each in enumerate(groups):
         prefix = f"group {n}: " if len(groups) > 1 else ""
         layout |= {f"{prefix}{name}": value for name, value in each.first.fields.items()}
-        # Stages count on this order: a range of layers is the same layers at both ends.
+        # Stages rely on this order, so that a range of layers means the same layers at both ends.
         names = [name for layers in each.stages for name in layers]
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         layout[f"{prefix}layers"] = f"{len(names)}, names {digest}"
@@ -276,13 +303,37 @@ def has_draft_kv(config: VllmConfig) -> bool:
     return speculative is not None and speculative.method not in _WITHOUT_DRAFT_KV
 
 
+def positions_of(model: Any) -> dict[str, str]:
+    """Return the settings of a model that determine the meaning of a position in its KV, long
+    values as digests."""
+    text = model.hf_text_config
+    found = {}
+    for name, value in vars(text).items():
+        if value is None or name.startswith("_") or not any(word in name for word in _POSITIONS):
+            continue
+        shown = json.dumps(value, sort_keys=True, default=lambda x: sorted(map(str, x)))
+        if len(shown) > _LONGEST_VALUE:
+            shown = hashlib.sha256(shown.encode()).hexdigest()[:16]
+        found[f"config {name}"] = shown
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # vLLM selects the factors by the longest context
+        original = rope.get("original_max_position_embeddings", 0)
+        found["long factors"] = str(model.max_model_len > original)
+    return found
+
+
 def _speculative(config: VllmConfig) -> str:
     """Return the speculative method and its draft model, or "no" if no draft has KV."""
     speculative = config.speculative_config
     if not has_draft_kv(config):
         return "no"
-    draft = str(getattr(speculative.draft_model_config, "model", None))
-    return f"{speculative.method} {_last_name(draft)}, weights {weights_digest(draft)}"
+    model = speculative.draft_model_config
+    draft = str(getattr(model, "model", None))
+    named = f"{speculative.method} {_last_name(draft)}, weights {weights_digest(draft)}"
+    if model is None:
+        return named
+    positions = json.dumps(positions_of(model), sort_keys=True)
+    return f"{named}, positions {hashlib.sha256(positions.encode()).hexdigest()[:8]}"
 
 
 def _last_name(model: str) -> str:

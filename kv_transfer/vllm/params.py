@@ -12,13 +12,13 @@ first token is handed over:
     decode, with `resume`:   {"live": true}, if the producer has decoded those tokens
 
 `producer_addresses` has one entry per rank of the producer, in rank order: stage after stage of a
-pipeline, in each its tensor-parallel ranks. `producer_stage_layers` says for each stage how many
-layers of each KV-cache group it holds.
+pipeline, in each its tensor-parallel ranks. `producer_stage_layers`: by stage, the number of layers
+of each KV-cache group.
 
 Proxies in front of `vllm serve` use vLLM's own names (docs/kv_transfer.md). Decode then samples the
 first token again, so that its answer is complete and prefill's can be dropped:
 
-    prefill: {"do_remote_decode": true}, with a "transfer_id" if the proxy makes it
+    prefill: {"do_remote_decode": true}, with a "transfer_id" if the proxy generates it
     decode:  {"do_remote_prefill": true, "transfer_id": str, "producer_addresses": [...],
               "producer_instance_id": str, "prompt_digest": str}, and perhaps
               "producer_stage_layers", copied from prefill's answer
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ProducerParams:
     """Send the request's KV to the worker that presents `transfer_id`. With `resample` the consumer
-    samples the first token again; the id may then be empty, and the connector makes one. With fewer
-    than `min_cached_tokens` of the prompt cached, the request fails before it computes anything."""
+    samples the first token again; the connector then generates a missing id. With fewer than
+    `min_cached_tokens` of the prompt cached, the request fails before it computes anything."""
 
     transfer_id: str
     resample: bool = False
@@ -73,14 +73,16 @@ class ConsumerParams:
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """The parsed parameters of one request. `part` is None if no KV is transferred."""
+    """The parsed parameters of one request. `part` is None if no KV is transferred. `no_tiers`: the
+    KV must not be stored in tiers (tiers.py)."""
 
     part: ProducerParams | ConsumerParams | None = None
     resume: tuple[int, ...] = ()
+    no_tiers: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dictionary for `SamplingParams.extra_args["kv_transfer_params"]`."""
-        out: dict[str, Any] = {"resume": list(self.resume)}
+        out: dict[str, Any] = {"resume": list(self.resume), "no_tiers": self.no_tiers}
         match self.part:
             case ProducerParams(transfer_id, resample, cached):
                 out |= {"do_remote_decode": True} if resample else {"role": "producer"}
@@ -125,12 +127,14 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
     min_cached_tokens: _Token | None = None
     producer_stage_layers: _StageLayers | None = None
     resume: list[_Token] | None = None
+    no_tiers: bool | None = None
     # Ignored. vLLM's scheduler adds it to a prefill answer, for the usage that its server reports.
     remote_prefill_cached_tokens: Any = None
 
 
 _SWITCHES = {"do_remote_decode", "do_remote_prefill", "remote_prefill_cached_tokens"}
 _CONSUMER = {"transfer_id", "producer_addresses", "producer_instance_id"}
+_ANY = {"resume", "no_tiers"}  # without vLLM's names
 _MAY = {"prompt_digest", "producer_stage_layers"}  # of a consumer
 
 
@@ -144,27 +148,27 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams:
         # Drop nulls: proxies also send null for keys of vLLM's own connectors.
         given = msgspec.convert({k: v for k, v in params.items() if v is not None}, _Written)
     except msgspec.ValidationError as error:
-        # msgspec's texts: "Expected `str`, got `int` - at `$.transfer_id`", "... unknown field `x`"
+        # Texts: "Expected `str`, got `int` - at `$.transfer_id`", "... unknown field `x`"
         found = re.search(r"at `(?:key in )?\$\.(\w+)|field `(\w+)`", str(error))
         raise _refuse(found[1] or found[2] if found else "", str(error)) from None
     if given.do_remote_decode is not None or given.do_remote_prefill is not None:
         return _in_vllm_names(given)
-    resume = tuple(given.resume or ())
+    more = tuple(given.resume or ()), bool(given.no_tiers)
     match given.role:
         case None:
-            _check(given, set(), {"resume"})
-            return TransferParams(None, resume)
+            _check(given, set(), _ANY)
+            return TransferParams(None, *more)
         case "producer":
-            _check(given, {"transfer_id"}, {"role", "resume", "min_cached_tokens"})
+            _check(given, {"transfer_id"}, {"role", "min_cached_tokens", *_ANY})
             producer = ProducerParams(
                 given.transfer_id or "", min_cached_tokens=given.min_cached_tokens or 0
             )
-            return TransferParams(producer, resume)
+            return TransferParams(producer, *more)
         case "consumer":
-            _check(given, _CONSUMER, {"role", "resume", *_MAY, "live"})
-            if given.live and not resume:
+            _check(given, _CONSUMER, {"role", *_ANY, *_MAY, "live"})
+            if given.live and not given.resume:
                 raise _refuse("live", "needs `resume`")
-            return TransferParams(_consumer(given, resample=False), resume)
+            return TransferParams(_consumer(given, resample=False), *more)
 
 
 def _in_vllm_names(given: _Written) -> TransferParams:

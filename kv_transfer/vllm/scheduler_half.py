@@ -5,15 +5,15 @@ and blocks held for a consumer that has not acknowledged them. vLLM itself reser
 
 The first token of a decode request comes from prefill and becomes its first output token
 (continuation.py). With vLLM's own parameter names (params.py) it is not handed over: vLLM computes
-the last prompt token again and samples. Models with state are refused in that form, because their
-state already includes the last prompt token.
+the last prompt token again and samples. Models with state are refused with those parameters,
+because their state already includes the last prompt token.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -38,11 +38,12 @@ from kv_transfer.vllm.step import (
     StepMetadata,
     WorkerOutput,
 )
+from kv_transfer.vllm.transfers import Transfer, TransferState
 from pdserve.errors import InvalidRequest, TransferFailed
 from pdserve.types import ErrorInfo, KvLedger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,42 +60,11 @@ _NULL_BLOCK = 0  # replaces blocks that have left a window
 _STATE_RESAMPLED = "do_remote_decode and do_remote_prefill: not for models with state-space layers"
 
 
-class _LoadState(Enum):
-    """State of a consumer request's load."""
-
-    WAITING = "waiting"  # no blocks yet
-    LOADING = "loading"  # blocks are reserved, KV is in flight
-    OVER = "over"  # loaded, failed, or nothing was needed
-
-
-@dataclass(slots=True)
-class _ConsumerRequest:
-    request: Request
-    part: ConsumerParams
-    load: _LoadState = _LoadState.WAITING
-
-
-@dataclass(slots=True)
-class _ProducerRequest:
-    request: Request
-    part: ProducerParams
-    reported_blocks: int = -1
-    is_live: bool = False  # exported while decoding
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    """Blocks of an ended request, held for the consumer."""
-
-    transfer_id: str
-    blocks: int
-
-
 class SchedulerHalf:
     """The scheduler half. Requests are keyed by vLLM's internal id. vLLM calls it on one thread.
 
-    `groups` has one group per block table of the engine. `addresses` and `stage_layers` are those
-    of this engine's ranks (step.py), once the worker halves have started.
+    `groups` has one group per block table of the engine. `addresses` and `stage_layers`: of this
+    engine's ranks (step.py), set once the worker halves have started.
     """
 
     def __init__(self, groups: Sequence[KvGroup], instance_id: str) -> None:
@@ -104,25 +74,36 @@ class SchedulerHalf:
         self._instance_id = instance_id
         self.addresses: tuple[str, ...] = ()
         self.stage_layers: tuple[tuple[int, ...], ...] = ()
-        self._producers: dict[str, _ProducerRequest] = {}
-        self._consumers: dict[str, _ConsumerRequest] = {}
-        self._in_flight: dict[str, int] = {}  # number of blocks that receive KV
-        self._leased: dict[str, _Lease] = {}
+        self._transfers: dict[str, Transfer] = {}
+        self._failures: dict[str, ErrorInfo] = {}  # of loads, also after their requests have ended
+        self._started: set[str] = set()  # loads that vLLM will report again, see `complete`
         self._continuations = Continuations()
         self._pending = StepMetadata()
-        self._refused: dict[str, ErrorInfo] = {}  # by request, until vLLM lets a load fail
-        self._arrivals: dict[str, Arrival] = {}  # of open requests, until taken
-        self._failures: dict[str, ErrorInfo] = {}
-        # Loads that have ended on some ranks: their arrivals, and the requests with a failed rank.
-        self._arriving: dict[str, Arrival] = {}
-        self._failed_ranks: set[str] = set()
 
     # -- queries of the worker process
 
     def take_arrivals(self) -> list[Arrival]:
         """Return the arrivals since the last call, with their handed-over tokens."""
-        arrivals, self._arrivals = self._arrivals, {}
-        return list(arrivals.values())
+        arrivals = []
+        for transfer in self._transfers.values():
+            if transfer.state is TransferState.ARRIVED and transfer.arrival is not None:
+                arrivals.append(transfer.arrival)
+                transfer.state = TransferState.OVER
+        return arrivals
+
+    def complete(self, arrivals: Iterable[Arrival], ranks: int) -> set[str]:
+        """Record loads that succeeded on one rank each, before vLLM reports them. Return the
+        requests whose KV is on all `ranks`, which the caller must pass to vLLM's scheduler now."""
+        complete = set()
+        for arrival in arrivals:
+            match self._transfers.get(arrival.request_id):
+                case Transfer(state=TransferState.LOADING) as transfer:
+                    transfer.early.append(arrival)
+                    if len(transfer.early) == ranks:
+                        transfer.arrival = reduce(Arrival.merged_with, transfer.early)
+                        complete.add(arrival.request_id)
+        self._started |= complete
+        return complete
 
     def take_failure(self, request_id: str) -> ErrorInfo | None:
         """Return the error of this request's failed transfer, once; else None."""
@@ -130,13 +111,14 @@ class SchedulerHalf:
 
     def holds(self, request_id: str) -> bool:
         """Return True if an ended request's blocks are held for its consumer."""
-        return request_id in self._leased
+        transfer = self._transfers.get(request_id)
+        return transfer is not None and transfer.state is TransferState.HELD
 
     def release(self, request_id: str) -> None:
         """Free the held blocks of an ended request with the next step."""
-        lease = self._leased.get(request_id)
-        if lease is not None:
-            self._pending.released.append(lease.transfer_id)
+        match self._transfers.get(request_id):
+            case Transfer(part=ProducerParams(transfer_id), state=TransferState.HELD):
+                self._pending.released.append(transfer_id)
 
     def export(self, request: Request, transfer_id: str) -> bool:
         """Turn a running request into a producer. The caller must then end it at once.
@@ -144,23 +126,24 @@ class SchedulerHalf:
         Its KV, for all tokens but the last, is held for the consumer that presents `transfer_id`.
         Return False, with nothing changed, if the request is not decoding or lacks that KV.
         """
-        request_id = request.request_id
         is_computed = self._is_computed(request)
         is_decoding = request.status == RequestStatus.RUNNING and request.num_output_tokens > 0
-        if request_id in self._producers or not (is_decoding and is_computed):
+        transfer = self._transfers.get(request.request_id)
+        is_producer = transfer is not None and isinstance(transfer.part, ProducerParams)
+        if is_producer or not (is_decoding and is_computed):
             return False
-        self._producers[request_id] = _ProducerRequest(
-            request, ProducerParams(transfer_id), is_live=True
-        )
-        self._pending.expected.append(ProducerExpected(transfer_id, request_id))
+        self._expect(request, ProducerParams(transfer_id)).is_live = True
         return True
 
     def ledger(self) -> KvLedger:
         """Return the blocks pinned for transfers; the engine fills in `engine_requests`."""
+        loading = {TransferState.LOADING, TransferState.CANCELLED}
+        in_flight = [x.blocks for x in self._transfers.values() if x.state in loading]
+        held = [x.blocks for x in self._transfers.values() if x.state is TransferState.HELD]
         return KvLedger(
-            in_flight_blocks=sum(self._in_flight.values()),
-            leased_blocks=sum(lease.blocks for lease in self._leased.values()),
-            transfers=len(self._in_flight) + len(self._leased),
+            in_flight_blocks=sum(in_flight),
+            leased_blocks=sum(held),
+            transfers=len(in_flight) + len(held),
         )
 
     # -- vLLM's calls, in the order of a request's life
@@ -173,82 +156,71 @@ class SchedulerHalf:
             if self._has_state and getattr(params.part, "resample", False):
                 raise InvalidRequest(_STATE_RESAMPLED, field="kv_transfer_params")
         except InvalidRequest as error:
-            self._refused[request.request_id] = ErrorInfo(error.code, error.message)
+            refusal = ErrorInfo(error.code, error.message)
+            refused = Transfer(request, None, TransferState.REFUSED, error=refusal)
+            self._transfers[request.request_id] = refused
             return
         match params.part:
             case ProducerParams() as part:
                 if not part.transfer_id:
                     part = replace(part, transfer_id=uuid4().hex)
-                self._producers[request.request_id] = _ProducerRequest(request, part)
-                self._pending.expected.append(
-                    ProducerExpected(part.transfer_id, request.request_id)
-                )
+                self._expect(request, part)
             case ConsumerParams() as part:
-                self._consumers[request.request_id] = self._new_consumer(request, part)
+                # vLLM splits a request for `n` answers into n requests. The first one uses the
+                # transfer; the others find its blocks in the prefix cache, or compute them.
+                is_copy = part.resample and any(
+                    isinstance(x.part, ConsumerParams) and x.part.transfer_id == part.transfer_id
+                    for x in self._transfers.values()
+                )
+                state = TransferState.OVER if is_copy else TransferState.WAITING
+                self._transfers[request.request_id] = Transfer(request, part, state)
         if params.resume:
             self._continuations.append(request, params.resume)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """Return (number of tokens whose KV will be received, True if asynchronously)."""
         self._continuations.replay_grammar(request)
-        producer = self._producers.get(request.request_id)
-        if producer is not None and computed < producer.part.min_cached_tokens:
-            text = f"{computed} tokens are cached, not {producer.part.min_cached_tokens}"
-            self._refused[request.request_id] = ErrorInfo(TransferFailed.code, text)
-        if request.request_id in self._refused:
-            return int(request.num_tokens) - computed, True
-        consumer = self._consumers.get(request.request_id)
-        if consumer is None or consumer.load is not _LoadState.WAITING:
-            return 0, False
-        missing = self._wanted(consumer) - computed
-        if consumer.part.resample and self._leaves_window(request.num_tokens):
-            return 0, False
+        transfer = self._transfers.get(request.request_id)
+        match transfer:
+            case Transfer(part=ProducerParams(min_cached_tokens=wanted)) if computed < wanted:
+                text = f"{computed} tokens are cached, not {wanted}"
+                transfer.error = ErrorInfo(TransferFailed.code, text)
+                transfer.state = TransferState.REFUSED
+        missing = 0
+        match transfer:
+            case Transfer(state=TransferState.REFUSED):
+                missing = request.num_tokens - computed
+            case Transfer(part=ConsumerParams() as part, state=TransferState.WAITING):
+                if not (part.resample and self._leaves_window(request.num_tokens)):
+                    missing = _wanted_tokens(request, part) - computed
         return (missing, True) if missing > 0 else (0, False)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Start the load of `external` tokens into the blocks that vLLM has just allocated."""
-        request_id = request.request_id
-        refusal = self._refused.pop(request_id, None)
-        if refusal is not None:
-            logger.warning("request %s refused: %s", request_id, refusal.message)
-            if external > 0:  # 0 if the request wants prompt logprobs: vLLM loads nothing then
-                self._pending.refused[request_id] = refusal
-        consumer = self._consumers.get(request_id)
-        if consumer is None or consumer.load is not _LoadState.WAITING:
-            return
-        part = consumer.part
-        if external <= 0:
-            consumer.load = _LoadState.OVER
-            self._decline(part)
-            return
-        wanted = self._wanted(consumer)
-        tables = blocks.get_block_ids()
-        taken = {}
-        for group in self._groups:
-            needed = group.needed(wanted)
-            # Skip blocks from the prefix cache: other requests share them.
-            first = max(needed.start, (wanted - external) // group.block_size)
-            taken[group.table] = first, list(tables[group.table][first : needed.stop])
-        consumer.load = _LoadState.LOADING
-        self._in_flight[request_id] = sum(len(ids) for _, ids in taken.values())
-        self._pending.starts.append(
-            ConsumerStart(
-                part.transfer_id,
-                request_id,
-                part.producer_addresses,
-                part.producer_instance_id,
-                wanted,
-                taken,
-                part.producer_stage_layers,
-            )
-        )
+        transfer = self._transfers.get(request.request_id)
+        match transfer:
+            case Transfer(state=TransferState.REFUSED, error=ErrorInfo() as error):
+                logger.warning("request %s refused: %s", request.request_id, error.message)
+                if external > 0:
+                    self._pending.refused[request.request_id] = error
+                else:  # the request wants prompt logprobs: vLLM loads nothing then
+                    is_producer = transfer.part is not None
+                    transfer.state = TransferState.COMPUTING if is_producer else TransferState.OVER
+            case Transfer(part=ConsumerParams() as part, state=TransferState.WAITING):
+                if external > 0:
+                    self._start_load(transfer, part, blocks.get_block_ids(), external)
+                else:
+                    transfer.state = TransferState.OVER
+                    self._decline(part)
 
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Return the worker half's metadata for the step `output`."""
         metadata, self._pending = self._pending, StepMetadata()
         metadata.resumed = self._continuations.take_resumed(output)
-        for request_id, producer in self._producers.items():
-            self._report_progress(request_id, producer, output, metadata)
+        for transfer in self._transfers.values():
+            match transfer:
+                case Transfer(part=ProducerParams(transfer_id), state=TransferState.COMPUTING):
+                    self._report_progress(transfer, transfer_id, output, metadata)
         return metadata
 
     def request_finished(
@@ -257,46 +229,79 @@ class SchedulerHalf:
         """Return (True if vLLM must keep the blocks until released, output parameters)."""
         request_id = request.request_id
         self._continuations.finished(request_id)
-        self._refused.pop(request_id, None)
-        self._arrivals.pop(request_id, None)
-        consumer = self._consumers.pop(request_id, None)
-        if consumer is not None and consumer.load is _LoadState.WAITING:
-            self._decline(consumer.part)
-        elif consumer is not None and request_id in self._in_flight:
-            self._pending.cancels.append(consumer.part.transfer_id)
-        producer = self._producers.pop(request_id, None)
-        if producer is None:
-            return False, None
-        return self._end_producer(request, producer, [list(table) for table in tables])
+        transfer = self._transfers.pop(request_id, None)
+        match transfer:
+            case Transfer(part=ConsumerParams() as part, state=TransferState.WAITING):
+                self._decline(part)
+            case Transfer(part=ConsumerParams(transfer_id), state=TransferState.LOADING):
+                self._pending.cancels.append(transfer_id)
+                transfer.state = TransferState.CANCELLED
+                self._transfers[request_id] = transfer
+            case Transfer(part=ProducerParams() as part):
+                return self._end_producer(transfer, part, [list(table) for table in tables])
+        return False, None
 
     def worker_output(self, output: KVConnectorOutput) -> None:
         """Process the worker half's report on a step."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, WorkerOutput):
             for request_id, arrival in meta.arrivals.items():
-                earlier = self._arriving.get(request_id)
-                self._arriving[request_id] = (
-                    arrival if earlier is None else earlier.merged_with(arrival)
-                )
+                match self._transfers.get(request_id):
+                    case Transfer(state=TransferState.LOADING, arrival=None) as loading:
+                        loading.arrival = arrival
+                    case (
+                        Transfer(state=TransferState.LOADING, arrival=Arrival() as other) as loading
+                    ):
+                        loading.arrival = other.merged_with(arrival)
             for request_id, error in meta.failures.items():
-                logger.warning("the KV of request %s did not come: %s", request_id, error.message)
+                logger.warning("the KV of request %s did not arrive: %s", request_id, error.message)
                 self._failures.setdefault(request_id, error)
-                self._failed_ranks.add(request_id)
+                if (transfer := self._transfers.get(request_id)) is not None:
+                    transfer.error = error
             while len(self._failures) > _MAX_FAILURES:  # of requests that were cancelled
                 del self._failures[next(iter(self._failures))]
-        for request_id in output.finished_recving or ():
-            self._received(request_id)
+        for request_id in tuple(output.finished_recving or ()):
+            if not self._received(request_id):
+                output.finished_recving.discard(request_id)
         for request_id in output.finished_sending or ():
-            self._leased.pop(request_id, None)
+            if self.holds(request_id):
+                del self._transfers[request_id]
 
     # -- inside
 
-    def _new_consumer(self, request: Request, part: ConsumerParams) -> _ConsumerRequest:
-        # vLLM splits a request for `n` answers into n requests. The first one uses the transfer;
-        # the others find its blocks in the prefix cache, or compute them.
-        is_known = any(c.part.transfer_id == part.transfer_id for c in self._consumers.values())
-        is_copy = part.resample and is_known
-        return _ConsumerRequest(request, part, _LoadState.OVER if is_copy else _LoadState.WAITING)
+    def _expect(self, request: Request, part: ProducerParams) -> Transfer:
+        transfer = Transfer(request, part, TransferState.COMPUTING)
+        self._transfers[request.request_id] = transfer
+        self._pending.expected.append(ProducerExpected(part.transfer_id, request.request_id))
+        return transfer
+
+    def _start_load(
+        self,
+        transfer: Transfer,
+        part: ConsumerParams,
+        tables: Sequence[Sequence[int]],
+        external: int,
+    ) -> None:
+        wanted = _wanted_tokens(transfer.request, part)
+        taken = {}
+        for group in self._groups:
+            needed = group.needed(wanted)
+            # Skip blocks from the prefix cache: other requests share them.
+            first = max(needed.start, (wanted - external) // group.block_size)
+            taken[group.table] = first, list(tables[group.table][first : needed.stop])
+        transfer.state = TransferState.LOADING
+        transfer.blocks = sum(len(ids) for _, ids in taken.values())
+        self._pending.starts.append(
+            ConsumerStart(
+                part.transfer_id,
+                transfer.request.request_id,
+                part.producer_addresses,
+                part.producer_instance_id,
+                wanted,
+                taken,
+                part.producer_stage_layers,
+            )
+        )
 
     def _decline(self, part: ConsumerParams) -> None:
         """Notify the producer that this request needs no KV."""
@@ -304,29 +309,33 @@ class SchedulerHalf:
             ConsumerDeclined(part.transfer_id, part.producer_addresses, part.producer_instance_id)
         )
 
-    def _received(self, request_id: str) -> None:
+    def _received(self, request_id: str) -> bool:
         """Finish a load that has ended on every rank, perhaps in different steps. It succeeded if
-        no rank has failed."""
-        self._in_flight.pop(request_id, None)
-        arrival = self._arriving.pop(request_id, None)
-        has_failed = request_id in self._failed_ranks
-        self._failed_ranks.discard(request_id)
-        consumer = self._consumers.get(request_id)
-        if consumer is None:
-            return
-        if arrival is not None and not has_failed and consumer.load is _LoadState.LOADING:
-            self._arrivals[request_id] = self._hand_over(consumer, arrival)
-        consumer.load = _LoadState.OVER
+        no rank has failed. Return False if the scheduler has started the request already."""
+        transfer = self._transfers.get(request_id)
+        is_loading = transfer is not None and transfer.state is TransferState.LOADING
+        if request_id in self._started and not is_loading:
+            self._started.discard(request_id)
+            return False
+        match transfer:
+            case Transfer(state=TransferState.CANCELLED):
+                del self._transfers[request_id]
+            case Transfer(part=ConsumerParams() as part, state=TransferState.LOADING):
+                transfer.state = TransferState.OVER
+                if transfer.error is None and transfer.arrival is not None:
+                    transfer.state = TransferState.ARRIVED
+                    transfer.arrival = self._hand_over(transfer.request, part, transfer.arrival)
+        return True
 
-    def _hand_over(self, consumer: _ConsumerRequest, arrival: Arrival) -> Arrival:
+    def _hand_over(self, request: Request, part: ConsumerParams, arrival: Arrival) -> Arrival:
         """Append the tokens that the producer sampled. Return the arrival with only the new
         tokens."""
-        if consumer.part.resample:
+        if part.resample:
             return replace(arrival, token_ids=())
         # The producer sends all output tokens of its request, also those resumed there.
-        new = arrival.token_ids[consumer.request.num_output_tokens :]
-        self._continuations.append(consumer.request, new)
-        self._continuations.replay_grammar(consumer.request)
+        new = arrival.token_ids[request.num_output_tokens :]
+        self._continuations.append(request, new)
+        self._continuations.replay_grammar(request)
         return replace(arrival, token_ids=new)
 
     def _is_computed(self, request: Request) -> bool:
@@ -344,56 +353,45 @@ class SchedulerHalf:
             for group in self._groups
         )
 
-    def _wanted(self, consumer: _ConsumerRequest) -> int:
-        """Return the number of tokens whose KV the producer computes: prompt and resumed tokens.
-
-        The token sampled next is sent with the KV, except in a live export: its client already has
-        it.
-        """
-        return int(consumer.request.num_tokens) - consumer.part.live
-
     def _report_progress(
-        self,
-        request_id: str,
-        producer: _ProducerRequest,
-        output: SchedulerOutput,
-        metadata: StepMetadata,
+        self, transfer: Transfer, transfer_id: str, output: SchedulerOutput, metadata: StepMetadata
     ) -> None:
-        request, transfer_id = producer.request, producer.part.transfer_id
-        scheduled = output.num_scheduled_tokens.get(request_id)
+        request = transfer.request
+        scheduled = output.num_scheduled_tokens.get(request.request_id)
         if scheduled is None:
-            if request.status == RequestStatus.PREEMPTED and producer.reported_blocks >= 0:
-                producer.reported_blocks = -1
+            if request.status == RequestStatus.PREEMPTED and transfer.reported_blocks >= 0:
+                transfer.reported_blocks = -1
                 metadata.preempted.append(transfer_id)
             return
         # vLLM advances num_computed_tokens after this call, so add the tokens of this step.
         ready = request.num_computed_tokens + scheduled
         blocks = ready // self._block_size
-        if blocks != producer.reported_blocks or ready >= request.num_prompt_tokens:
-            producer.reported_blocks = blocks
-            tables = output.kv_connector_block_state.get_block_ids(request_id)
+        if blocks != transfer.reported_blocks or ready >= request.num_prompt_tokens:
+            transfer.reported_blocks = blocks
+            tables = output.kv_connector_block_state.get_block_ids(request.request_id)
             copies = [list(table) for table in tables]
             metadata.progress.append(ProducerProgress(transfer_id, copies, ready))
 
     def _end_producer(
-        self, request: Request, producer: _ProducerRequest, tables: list[list[int]]
+        self, transfer: Transfer, part: ProducerParams, tables: list[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        part, request_id = producer.part, request.request_id
+        request = transfer.request
         # If the first token ends the answer, decode has nothing to continue, unless it samples that
         # token again.
         is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
         is_stopped = request.status == RequestStatus.FINISHED_STOPPED
-        is_wanted = producer.is_live or is_cut or (is_stopped and part.resample)
+        is_wanted = transfer.is_live or is_cut or (is_stopped and part.resample)
         blocks = sum(block != _NULL_BLOCK for table in tables for block in table)
         held = is_wanted and blocks > 0 and self._is_computed(request)
-        if producer.is_live:
+        if transfer.is_live:
             ready = request.num_tokens - 1
             self._pending.computed.append(ProducerProgress(part.transfer_id, tables, ready))
-        self._pending.ended.append(
-            ProducerEnded(part.transfer_id, tuple(request.output_token_ids), held, request_id)
-        )
+        tokens = tuple(request.output_token_ids)
+        ended = ProducerEnded(part.transfer_id, tokens, held, request.request_id)
+        self._pending.ended.append(ended)
         if held:
-            self._leased[request_id] = _Lease(part.transfer_id, blocks)
+            transfer.state, transfer.blocks = TransferState.HELD, blocks
+            self._transfers[request.request_id] = transfer
         if not (held and part.resample):
             return held, None
         for_consumer = ConsumerParams(
@@ -405,6 +403,14 @@ class SchedulerHalf:
             producer_stage_layers=self.stage_layers,
         )
         return True, TransferParams(for_consumer).to_dict()
+
+
+def _wanted_tokens(request: Request, part: ConsumerParams) -> int:
+    """Return the number of tokens whose KV the producer computes: prompt and resumed tokens.
+
+    The token sampled next is sent with the KV, except in a live export: its client already has it.
+    """
+    return int(request.num_tokens) - part.live
 
 
 def _params_of(request: Request) -> TransferParams:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pdserve.types import HandoffStyle
+from pdserve.types import ErrorInfo, HandoffStyle, TransferReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from pdserve.types import ErrorInfo, TransferReport
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@ vLLM 0.32.0.
 
 vLLM's OffloadingConnector and TieringOffloadingManager decide which blocks are stored, loaded and
 evicted. This module adds copies for a KV cache in host memory, a disk tier with digests and a
-quota, and host memory that does not outlive its process. A MultiConnector calls our connector first
-and this one second, so KV from a prefill worker has priority.
+quota, and host memory that does not outlive its process. `TieredConnector` queries our connector
+first and this one second, so KV from a prefill worker has priority.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ import psutil
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
@@ -62,8 +67,18 @@ _DRAIN_TIMEOUT_S = 60.0
 _NEWEST_LOAD = 0.1  # weight of the newest load in the mean
 
 
+class TieredConnector(MultiConnector):
+    """Our connector and a TierConnector, in this order."""
+
+    def handle_preemptions(self, kv_connector_metadata: MultiKVConnectorMetadata) -> None:
+        """Let the tier copy the blocks of ended requests before ours lets peers write to them."""
+        pairs = zip(self.sub_connectors, kv_connector_metadata.metadata, strict=True)
+        for connector, metadata in reversed(list(pairs)):
+            connector.handle_preemptions(metadata)
+
+
 class TierConnector(OffloadingConnector):
-    """vLLM's connector, for requests whose KV does not come from another worker.
+    """vLLM's connector, for requests whose KV is not received from another worker.
 
     State of the scheduler half: `token_s`, the mean time to load a prompt token over the last
     loads, 0 before the first; and for each load in progress its tokens and start time."""
@@ -90,8 +105,8 @@ class TierConnector(OffloadingConnector):
 
     def on_new_request(self, request: Request) -> None:
         """Set the request's limits. A consumer neither loads nor stores, because its prefill worker
-        has done both. Other requests load at most half of the host tier: a request that needs more
-        would evict its own blocks."""
+        has done both, and `no_tiers` forbids to store. Other requests load at most half of the host
+        tier: a request that needs more would evict its own blocks."""
         super().on_new_request(request)
         state = self.scheduler._req_status[request.request_id]
         params = request.kv_transfer_params or {}
@@ -99,6 +114,8 @@ class TierConnector(OffloadingConnector):
         if is_consumer:
             state.max_load_tokens = state.max_offload_tokens = 0
         else:
+            if params.get("no_tiers"):
+                state.max_offload_tokens = 0
             manager = self.scheduler.manager
             chunks = manager.primary_tier._num_chunks // (2 * len(state.group_states))
             state.max_load_tokens = chunks * state.config.kv_group_configs[0].tokens_per_chunk
@@ -107,6 +124,14 @@ class TierConnector(OffloadingConnector):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        # Copies of ended requests' blocks, which run up to a step later, must end before these
+        # blocks are written. vLLM sees neither a load of another connector nor, before the load
+        # has ended, its request in the scheduler's output.
+        self.scheduler._current_batch_allocated_block_ids.update(
+            block.block_id
+            for block in chain.from_iterable(blocks.blocks)
+            if not block.is_null and block.block_hash is None  # others are from the prefix cache
+        )
         if num_external_tokens:
             self._loads[request.request_id] = num_external_tokens, time.monotonic()
 
@@ -176,7 +201,7 @@ class TierSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        region._creator = False  # else `cleanup` removes the name too; get_manager does that
+        region._creator = False  # else `cleanup` also removes the name, which get_manager does
         if kv_caches.tensors[0].tensor.device.type == "cpu":
             return HostWorker(kv_caches, region)
         return CPUOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, region)
@@ -296,7 +321,7 @@ class DiskTier(SecondaryTierManager):
         job: TransferJob,
     ) -> None:
         def run() -> list[bytes]:
-            """Copy the blocks and return the keys of those that succeeded."""
+            """Copy the blocks and return the keys of the blocks copied."""
             pairs = zip(job.keys, job.chunk_ids, strict=True)
             return [k for k, i in pairs if work(_file_name(k), self._region, int(i)) is not False]
 

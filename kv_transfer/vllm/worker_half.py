@@ -6,8 +6,6 @@ then the copy's link is closed, which ends the copy.
 
 from __future__ import annotations
 
-import logging
-import threading
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -20,16 +18,17 @@ from kv_transfer.vllm.step import Arrival, ProducerEnded, ProducerProgress, Work
 from pdserve.types import ErrorInfo
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterable, Iterator
 
     from kv_transfer.cache.host_memory import StepEnd
+    from kv_transfer.protocol.consumer import Received
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.peers import Peers
     from kv_transfer.protocol.plan import CopyPlan
     from kv_transfer.protocol.producer import Action
     from kv_transfer.vllm.step import ConsumerDeclined, ConsumerStart, StepMetadata
 
-logger = logging.getLogger(__name__)
 
 # Inputs of the producer state machine. A string releases the transfer of this id.
 _ProducerEvent = ProducerProgress | ProducerEnded | str
@@ -134,8 +133,7 @@ class WorkerHalf:
         self._steps.append(step)
         self._to_watch.put(step)
         if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, daemon=True, name="kv-steps")
-            self._watcher.start()
+            self._watcher = self.driver.start_thread("kv-steps", self._watch)
 
     def _after_progress(
         self, transfer_id: str, event: _ProducerEvent, now: float
@@ -161,15 +159,10 @@ class WorkerHalf:
                     yield from producer.release(event)
 
     def _watch(self) -> None:
-        """Watcher thread: wait for the end of each step, in order. Stop at a GPU error, which also
-        ends the engine."""
-        self.driver.local.memory.enter_thread()
+        """Watcher thread: wait for the end of each step, in order. Raises RuntimeError at an error
+        of CUDA."""
         while (step := self._to_watch.get()) is not None:
-            try:
-                step.end.synchronize()
-            except RuntimeError:  # what torch raises for CUDA's errors
-                logger.exception("an engine step failed: its KV is not sent")
-                return
+            step.end.synchronize()
             self.driver.drive(lambda now, step=step: self._step_ended(step, now))  # type: ignore[misc]
 
     def _step_ended(self, step: _EnqueuedStep, now: float) -> Iterator[Action[Link]]:
@@ -191,17 +184,21 @@ class WorkerHalf:
                 error = ErrorInfo(outcome.code, outcome.reason)
                 self._output.failures[outcome.request_id] = error
             else:
-                self._output.arrivals[outcome.request_id] = Arrival(
-                    outcome.request_id, outcome.token_ids, outcome.report
-                )
+                self._output.arrivals[outcome.request_id] = _arrival_of(outcome)
         return sent, received, failed
+
+    def take_received(self) -> list[Arrival]:
+        """Return the loads that have succeeded on this rank since the last call, on any thread.
+        `take_results` reports them, too."""
+        return [_arrival_of(outcome) for outcome in self.driver.take_received()]
 
     def _subscribe(self, start: ConsumerStart, now: float) -> Iterator[Action[Link]]:
         """Subscribe at each producer rank from which this rank reads."""
         plan, addresses = self._plan, start.producer_addresses
+        names = self.peers.instance_id, start.producer_instance_id
         try:
             ranks = plan.ranks_of(len(addresses), start.producer_stage_layers)
-            reads = plan.reads(ranks, start.transfer_id)
+            reads = plan.reads(ranks, names)
         except UnsupportedLayout as error:
             self.driver.consumer.refuse(start.request_id, str(error))
             return
@@ -227,7 +224,7 @@ class WorkerHalf:
             for read in reads
         ]
         yield from self.driver.consumer.subscribe(start.request_id, subscriptions, now)
-        yield from self._decline(start, plan.declines(ranks, start.transfer_id))
+        yield from self._decline(start, plan.declines(ranks, names))
 
     def _decline(
         self, of: ConsumerStart | ConsumerDeclined, ranks: Iterable[int]
@@ -248,3 +245,7 @@ class WorkerHalf:
         self.peers.close()
         if self._watcher is not None:
             self._watcher.join(COPY_END_S)
+
+
+def _arrival_of(received: Received) -> Arrival:
+    return Arrival(received.request_id, received.token_ids, received.report)

@@ -12,8 +12,22 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve import __version__
-from pdserve.cli import admin, ask, cluster, config, explain, scaler, serve, status, top, verify
+from pdserve.cli import (
+    admin,
+    ask,
+    checkpoint,
+    cluster,
+    config,
+    explain,
+    residency,
+    scaler,
+    serve,
+    status,
+    top,
+    verify,
+)
 from pdserve.cli.options import CommandParser
+from pdserve.config import Config
 from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
 from pdserve.process.entry_points import COMMANDS, entry_point
 
@@ -32,8 +46,10 @@ _COMMANDS: tuple[Callable[[Subparsers], None] | str, ...] = (
     status.register,
     top.register,
     explain.register,
+    residency.register,
     verify.register,
     admin.register,
+    checkpoint.register,
     cluster.register,
     scaler.register,
     config.register,
@@ -75,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = handler(args)
         return code if isinstance(code, int) else asyncio.run(code)
     except ConfigError as error:
-        return _fail(f"{error.message}\n`pdserve config` prints every key.", USAGE)
+        is_key = (error.field or "").partition(".")[0] in Config.__struct_fields__
+        hint = "\n`pdserve config` prints every key." if is_key else ""
+        return _fail(error.message + hint, USAGE)
     except ClientError as error:
         where = f" (field {error.field})" if error.field else ""
         return _fail(f"request rejected: {error.message}{where}", FAILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve import wire
 from pdserve.cli.options import (
@@ -24,6 +24,8 @@ from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 
 if TYPE_CHECKING:
+    from grpc.aio import UnaryStreamCall
+
     from pdserve.cli.options import Subparsers
 
 # Longest drain and role change beyond the time that streams may take to end.
@@ -36,10 +38,12 @@ def register(commands: Subparsers) -> None:
         commands,
         "drain",
         _drain,
-        "take a worker out of service without losing a request",
+        "take a worker, or a router, out of service without losing a request",
         "Give a worker no new work, let its streams end or move to other workers, and wait until "
         "its KV was fetched. Exit code 0 if nothing is left on it, else 1. Ctrl-C leaves it "
-        "draining. It gets no work until `--undo`, or until it is restarted.",
+        "draining. It gets no work until `--undo`, or until it is restarted. With --router, have "
+        "new requests served in other regions (router.peers) and wait until the open ones have "
+        "ended; do so at each router of the region.",
     )
     role = add_command(
         commands,
@@ -51,13 +55,15 @@ def register(commands: Subparsers) -> None:
         "1.",
     )
     for parser, flag in ((drain, "--timeout"), (role, "--drain-timeout")):
-        parser.add_argument("worker", metavar="WORKER", help="the worker's id")
+        many = "?" if parser is drain else None
+        parser.add_argument("worker", metavar="WORKER", nargs=many, help="the worker's id")
         add_seconds(parser, flag, 30.0, "then move its streams to other workers", or_none=True)
     role.add_argument("role", choices=("prefill", "decode"), help="the new role")
     for flag, text in (
         ("--stop", "end its process once it is drained"),
         ("--force", "also if its model cannot be served without it"),
-        ("--undo", "give a drained worker work again"),
+        ("--undo", "give a drained worker or router work again"),
+        ("--router", "drain the router at --grpc instead of a worker"),
     ):
         drain.add_argument(flag, action="store_true", help=text)
     add_service_options(drain, as_json="print progress as JSON lines")
@@ -69,12 +75,12 @@ def register(commands: Subparsers) -> None:
         _weights,
         "split new requests over revisions of a model's workers",
         "Split new requests of a model by weight over the revisions of its workers "
-        "(`worker.revision`), and show how the requests of each revision went. Without weights and "
-        "--clear, only show that. Every router keeps weights of its own until it ends: name all of "
-        "them, or dns:NAME:PORT for each address of a name.",
+        "(`worker.revision`), and show the results of each revision. Without weights and --clear, "
+        "only show these. Each router keeps its weights until it ends, so name all routers, or "
+        "dns:NAME:PORT for each address of a name.",
     )
     weights.add_argument("model", metavar="MODEL", help="the served model")
-    text = "such as r1=95 r2=5; a revision that is not named gets no new requests"
+    text = "such as r1=95 r2=5; other revisions get no new requests"
     weights.add_argument("weights", type=_weight, nargs="*", metavar="REVISION=WEIGHT", help=text)
     text = "make all workers of the model one pool again"
     weights.add_argument("--clear", action="store_true", help=text)
@@ -125,20 +131,34 @@ async def _weights(args: argparse.Namespace) -> int:
 
 
 async def _drain(args: argparse.Namespace) -> int:
+    if bool(args.worker) == args.router or (args.router and args.stop):
+        refuse("WORKER", "is required without --router, and neither it nor --stop is used with it")
     is_drained, shown = False, ""
+    name = f"router {args.grpc}" if args.router else f"worker {args.worker}"
     async with channel_to(args) as (channel, metadata):
         stub, timeout_s = AdminStub(channel), args.timeout + _DRAIN_REST_S
         if args.undo:
-            undo = a.UndrainWorkerRequest(worker_id=args.worker)
-            await stub.UndrainWorker(undo, timeout=_UNDO_S, metadata=metadata)
-            say(f"worker {args.worker} gets work again")
+            if args.router:
+                await stub.UndrainRouter(
+                    a.UndrainRouterRequest(), timeout=_UNDO_S, metadata=metadata
+                )
+            else:
+                undo = a.UndrainWorkerRequest(worker_id=args.worker)
+                await stub.UndrainWorker(undo, timeout=_UNDO_S, metadata=metadata)
+            say(f"{name} gets work again")
             return 0
-        request = a.DrainWorkerRequest(
-            worker_id=args.worker, timeout_s=args.timeout, force=args.force, stop=args.stop
-        )
-        async for progress in stub.DrainWorker(request, timeout=timeout_s, metadata=metadata):
+        steps: UnaryStreamCall[Any, a.DrainProgress]
+        if args.router:
+            router = a.DrainRouterRequest(timeout_s=args.timeout, force=args.force)
+            steps = stub.DrainRouter(router, timeout=timeout_s, metadata=metadata)
+        else:
+            request = a.DrainWorkerRequest(
+                worker_id=args.worker, timeout_s=args.timeout, force=args.force, stop=args.stop
+            )
+            steps = stub.DrainWorker(request, timeout=timeout_s, metadata=metadata)
+        async for progress in steps:
             is_drained = progress.drained
-            line = _line(args.worker, progress)
+            line = _line(name, progress)
             if args.json:
                 line = json.dumps({"worker": args.worker, **wire.json_object(progress)})
             if line != shown:
@@ -147,14 +167,14 @@ async def _drain(args: argparse.Namespace) -> int:
     return 0 if is_drained else 1
 
 
-def _line(worker: str, progress: a.DrainProgress) -> str:
+def _line(name: str, progress: a.DrainProgress) -> str:
     left = f"{progress.open_streams} streams and {progress.pinned_blocks} blocks left"
     if not progress.done:
-        return f"worker {worker} is draining: {left}"
+        return f"{name} is draining: {left}"
     if not progress.drained:
-        return f"worker {worker} is not drained after {progress.seconds:.2f} s: {left}"
+        return f"{name} is not drained after {progress.seconds:.2f} s: {left}"
     moved = f" ({progress.moved_streams} streams moved)" if progress.moved_streams else ""
-    return f"worker {worker} is drained after {progress.seconds:.2f} s{moved}"
+    return f"{name} is drained after {progress.seconds:.2f} s{moved}"
 
 
 async def _role(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.types import Receipt
 
 _SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "most tokens of the answer (default: the service's)"),
+    "max_tokens": (int, "maximum tokens of the answer (default: the service's)"),
     "temperature": (float, "0 always takes the likeliest token (default: 1)"),
     "top_p": (float, "sample from the likeliest tokens that sum to this probability"),
     "top_k": (int, "sample from this many tokens"),
@@ -59,7 +59,7 @@ def register(commands: Subparsers) -> None:
     )
     for parser in (chat, generate):
         parser.add_argument(
-            "--receipt", action="store_true", help="also print what each phase of the answer took"
+            "--receipt", action="store_true", help="also print the time of each phase of the answer"
         )
         parser.add_argument("--model", default="", help="served model (default: the only one)")
         add_seconds(parser, "--timeout", None, "deadline (default: the router's)")
@@ -139,6 +139,8 @@ def _chat(args: argparse.Namespace) -> int:
             return 0
         if line == "/reset":
             messages = start
+        elif line == "/help":
+            console.print(_HELP, style="dim")
         elif line:
             asked = [*messages, ChatMessage("user", line)]
             answer = _answer(args, console, asked)

@@ -21,10 +21,10 @@ def register(commands: Subparsers) -> None:
         commands,
         "scale",
         _scale,
-        "change how many workers a service on a cluster has",
-        "Change how many workers roles have: `pdserve scale --on ray decode=4`. New workers are "
-        "started; those that go are drained, and no request is lost. Of several models, a role has "
-        "the model's name beside it: decode-NAME=4. Returns at once.",
+        "change the number of workers of a service on a cluster",
+        "Change the number of workers per role: `pdserve scale --on ray decode=4`. New workers are "
+        "started, removed ones drained; no request is lost. With several models, add the model's "
+        "name to the role: decode-NAME=4. Returns at once.",
     )
     scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="workers of a role")
     down = add_command(commands, "down", _down, "drain and end a service on a cluster")
@@ -33,7 +33,7 @@ def register(commands: Subparsers) -> None:
 
 
 def add_on_option(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    text = "the Ray cluster at RAY_ADDRESS, or that of this machine"
+    text = "the Ray cluster at RAY_ADDRESS, or this machine's"
     parser.add_argument("--on", choices=("ray",), required=required, help=text)
 
 
@@ -44,7 +44,7 @@ def add_up_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-fragile-head",
         action="store_true",
-        help="also on a cluster that ends when its head does",
+        help="also on a cluster that ends with its head",
     )
 
 
@@ -54,7 +54,7 @@ def register_upgrade(commands: Subparsers) -> None:
         "upgrade",
         _upgrade,
         "change configuration or model of a service on a cluster",
-        "Give a service on a cluster another configuration, and no request is lost. Workers that "
+        "Change the configuration of a service on a cluster without losing a request. Workers that "
         "differ are replaced one at a time in each role: the new one serves before the old one "
         "drains. Routers are replaced one after the other, at their addresses. Returns when all is "
         "done; if a new process does not start, the old ones stay, and the upgrade is undone. The "
@@ -72,7 +72,7 @@ def _add_worker_options(parser: argparse._ActionsContainer, default: str) -> Non
 
     add("--cpus-per-worker", "CPUs for each worker", 1, type=float, metavar="N")
     add("--gpus-per-worker", "GPUs for each worker", 0, type=int, metavar="N")
-    text = "workers share few nodes, or have many"
+    text = "pack workers on few nodes, or spread them over many"
     add("--strategy", text, "spread", choices=("pack", "spread"))
 
 

@@ -17,7 +17,16 @@ from pdserve.cli.options import (
     say,
     table_of,
 )
-from pdserve.observe.explanation import cached, details, outcome, predicted, scores, total
+from pdserve.observe.explanation import (
+    cached,
+    chosen,
+    details,
+    outcome,
+    predicted,
+    said,
+    scores,
+    total,
+)
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 
@@ -68,6 +77,10 @@ def show(request: a.ExplainedRequest, console: Console) -> None:
         console.print(f"   {escape(text)}", soft_wrap=True)
 
     console.print(f"[bold]{escape(request.request_id)}[/]")
+    for verdict in request.guards:
+        line(said(verdict))
+    for choice in request.choices:
+        line(chosen(choice))
     for number, decision in enumerate(request.decisions, 1):
         when = datetime.fromtimestamp(decision.unix_time_s).astimezone()
         policy = f"{escape(decision.policy)}: " if decision.policy else ""
@@ -75,11 +88,11 @@ def show(request: a.ExplainedRequest, console: Console) -> None:
         console.print(f"\n{number}. {when:%H:%M:%S.%f} {where}", soft_wrap=True)
         for text in details(decision):
             line(text)
-        chosen = (decision.decode, decision.prefill)
+        used = (decision.decode, decision.prefill)
         ranked = list(decision.candidates)
         if len(ranked) > MOST_SHOWN:
             ranked.sort(
-                key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(total(c) or 0.0))
+                key=lambda c: (c.worker_id not in used, bool(c.why_not), -(total(c) or 0.0))
             )
         shown, others = ranked[:MOST_SHOWN], ranked[MOST_SHOWN:]
         cells = [_cells(c, decision) for c in shown]
@@ -87,8 +100,9 @@ def show(request: a.ExplainedRequest, console: Console) -> None:
         names = ("worker", "role", *(["where"] if _has_places(decision) else []))
         table = table_of("", names, numbers, cells, notes="scores, or why not")
         for row, candidate in zip(table.rows, shown, strict=True):
-            row.style = "bold" if candidate.worker_id in chosen else None
-        console.print(table)
+            row.style = "bold" if candidate.worker_id in used else None
+        if shown:
+            console.print(table)
         if others:
             counts = Counter(c.why_not or "lower score" for c in others).most_common(MOST_REASONS)
             line(f"and {len(others)} more: {', '.join(f'{n} {why}' for why, n in counts)}")

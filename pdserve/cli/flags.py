@@ -6,18 +6,17 @@ ENGINE = {
     "--model": "worker.model",
     "--model-name": "worker.model_names",
     "--engine": "worker.engine",
-    "--kv-connector": "worker.kv.connector",
     "--kv-transport": "worker.kv.transports",
 }
 PARSERS = {
-    "--tool-call-parser": "router.tool_call_parser",
-    "--reasoning-parser": "router.reasoning_parser",
+    "--tool-call-parser": "router.parsers.tool_calls",
+    "--reasoning-parser": "router.parsers.reasoning",
 }
 ROUTER = {
-    "--http-host": "router.http_host",
-    "--http-port": "router.http_port",
-    "--shared-http-port": "router.shared_http_port",
-    "--grpc-port": "router.grpc_port",
+    "--http-host": "router.http.host",
+    "--http-port": "router.http.port",
+    "--shared-http-port": "router.http.shared_port",
+    "--grpc-port": "router.grpc.port",
     "--require-auth": "router.access.require_auth",
     **PARSERS,
 }
@@ -31,7 +30,7 @@ _POOLS = {
     "--encode": "up.encode.workers",
     "--routers": "up.routers",
 }
-# `pdserve upgrade` lacks these: they belong to one machine.
+# `pdserve upgrade` lacks these, which apply to one machine.
 _FILES = {"--ready-file": "up.ready_file", "--run-dir": "up.run_dir"}
 PROCESSES = {**_POOLS, **_FILES}
 UPGRADE = {**_POOLS, **ENGINE, **ROUTER}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from pdserve.config import Config, TopologyConfig, all_keys, load_config, read_yaml, refuse
+from pdserve.config import (
+    Config,
+    TopologyConfig,
+    all_keys,
+    current_changes,
+    load_config,
+    read_yaml,
+    refuse,
+)
 from pdserve.errors import Unavailable
 from pdserve.net.rpc import Dialer, error_from_rpc, has_error
-from pdserve.observe.log_limit import LogLimit
 from pdserve.security.local import key_for
 from pdserve.security.tls import tls_dialer
+from pdserve.suggestions import did_you_mean, for_flags
 
 if TYPE_CHECKING:
     import ssl
@@ -51,14 +59,29 @@ class CommandParser(argparse.ArgumentParser):
 
     passes_on = False
 
+    def __init__(self, **kwargs: Any) -> None:
+        # An abbreviation may become ambiguous with a new option.
+        super().__init__(**{**kwargs, "allow_abbrev": False})
+
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """With `passes_on`, put unknown words into `words` instead of returning them."""
+        """With `passes_on`, put unknown words into `words`. Otherwise they are an error of this
+        command, with a hint, because the parent parser does not know its options."""
         found, unknown = super().parse_known_args(args, namespace)
         if self.passes_on:
-            found.words, unknown = unknown, []
-        return found, unknown
+            found.words = unknown
+        elif unknown:
+            hints = for_flags(unknown, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hints}")
+        return found, []
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
 
 
 def add_command(
@@ -92,6 +115,21 @@ def add_seconds(
         return value
 
     parser.add_argument(flag, type=seconds, default=default, metavar="SECONDS", help=text + note)
+
+
+def add_milliseconds(
+    parser: argparse._ActionsContainer, flag: str, default: float, text: str
+) -> None:
+    """Add an option that takes milliseconds above 0, and has them as seconds."""
+
+    def milliseconds(text: str) -> float:
+        value = float(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be milliseconds above 0, not {text}")
+        return value / 1e3
+
+    note = f" (default: {default * 1e3:g})"
+    parser.add_argument(flag, type=milliseconds, default=default, metavar="MS", help=text + note)
 
 
 def add_config_options(
@@ -131,12 +169,23 @@ def _value(key: Key) -> dict[str, Any]:
         return {"type": int, "metavar": "N"}
     if key.kind is float:
         return {"type": float, "metavar": "SECONDS" if key.dotted.endswith("_s") else "NUMBER"}
-    return {"metavar": "TEXT"}
+    kinds = {"file": "FILE", "dir": "DIR", "model": "MODEL"}
+    return {"metavar": kinds.get(re.split(r"[._]", key.dotted)[-1], "TEXT")}
 
 
 def config_from(args: argparse.Namespace) -> Config:
     """Return the configuration that the options set. Raises ConfigError."""
-    return load_config(args.config, changes_from(args))
+    changes = changes_from(args)
+    return load_config(args.config, changes if args.config else aggregated_alone(changes))
+
+
+def aggregated_alone(changes: dict[str, object]) -> dict[str, object]:
+    """Return `changes`. If they set aggregated workers but neither prefill nor decode workers, add
+    0 of both."""
+    pools = ("up.prefill", "up.decode", "up.models")
+    if not changes.get("up.aggregated.workers") or any(x.startswith(pools) for x in changes):
+        return changes
+    return {**changes, "up.prefill.workers": 0, "up.decode.workers": 0}
 
 
 def changes_from(args: argparse.Namespace) -> dict[str, object]:
@@ -148,7 +197,7 @@ def changes_from(args: argparse.Namespace) -> dict[str, object]:
             refuse("--set", f"must be KEY=VALUE, not {text!r}")
         changes[dotted] = read_yaml(f"value: {value}", f"--set {dotted}")["value"]
     given = {name: x for name, x in vars(args).items() if "." in name and x is not None}
-    return changes | given
+    return current_changes({**changes, **given})
 
 
 def add_service_options(
@@ -194,7 +243,8 @@ def _given_key(args: argparse.Namespace) -> str:
     if args.api_key is not None or not args.api_key_file:
         return args.api_key or ""
     try:
-        return Path(args.api_key_file).read_text(encoding="utf-8").strip()
+        # A file with several secrets is being rotated; the service accepts each of them.
+        return next(iter(Path(args.api_key_file).read_text(encoding="utf-8").split()), "")
     except (OSError, UnicodeDecodeError) as error:
         refuse("--api-key-file", f"cannot read {args.api_key_file}: {error}")
 
@@ -218,7 +268,7 @@ def dialer_from(args: argparse.Namespace) -> Dialer:
 
 def admin_dialer_from(args: argparse.Namespace) -> Dialer:
     """Return the dialer for administrators of the service at `--grpc`. Without a given key it uses
-    the key that `pdserve up` made for this user. Raises ConfigError."""
+    the key that `pdserve up` created for this user. Raises ConfigError."""
     key = _given_key(args) or key_for(args.grpc.partition(",")[0]) or api_key_from(args)
     return replace(dialer_from(args), token=key)
 
@@ -268,16 +318,6 @@ async def until_stopped(running: Coroutine[Any, Any, object]) -> None:
         await task
 
 
-def log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(LogLimit())
-
-
 def table_of(
     title: str,
     texts: Sequence[str],
@@ -294,7 +334,8 @@ def table_of(
     table = Table(title=title or None, caption=caption or None, box=None, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     for name in texts:
-        table.add_column(name, overflow="fold", no_wrap=name == "worker")
+        width = max(len(name), 8 if name else 0)  # narrower columns break words
+        table.add_column(name, overflow="fold", no_wrap=name == "worker", min_width=width)
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     if notes:

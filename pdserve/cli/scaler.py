@@ -15,7 +15,6 @@ from pdserve.cli.options import (
     add_command,
     add_config_options,
     config_from,
-    log_to_stderr,
     until_stopped,
 )
 from pdserve.config import refuse
@@ -30,6 +29,7 @@ from pdserve.errors import (
     Unauthenticated,
 )
 from pdserve.net.discovery import Discovery
+from pdserve.observe.logs import log_to_stderr
 from pdserve.security.tls import dialer
 from pdserve.types import Role
 
@@ -52,22 +52,22 @@ def register(commands: Subparsers) -> None:
         commands,
         "scaler",
         _run,
-        "set how many workers there are on Kubernetes, by load",
+        "scale the workers on Kubernetes by load",
         "Ask the routers of worker.routers for the load of the model that worker.model and "
-        "worker.model_names name, and set the replicas of its pools. Of several such processes one "
-        "leads, by a Lease. Nobody else may set the replicas.",
+        "worker.model_names name, and set the replicas of its pools. Several such processes "
+        "elect a leader with a Lease. Nothing else may set the replicas.",
     )
-    text = "the cluster of this pod, or that of KUBECONFIG"
+    text = "the cluster of this pod, or of KUBECONFIG"
     parser.add_argument("--on", choices=("kubernetes",), required=True, help=text)
     for role in _ROLES:
-        text = f"fewest and most {role} workers"
+        text = f"minimum and maximum number of {role} workers"
         parser.add_argument(f"--{role}", type=_bounds, metavar="LEAST:MOST", help=text)
     parser.add_argument(
         "--target",
         action="append",
         default=[],
         metavar="ROLE=TYPE.VERSION.GROUP/NAME",
-        help="what has a role's replicas (default: deployments.v1.apps/pdserve-ROLE); repeatable",
+        help="has a role's replicas (default: deployments.v1.apps/pdserve-ROLE); repeatable",
     )
     text = "name of the Lease (default: %(default)s)"
     parser.add_argument("--lease", default="pdserve-scaler", metavar="NAME", help=text)
@@ -76,10 +76,10 @@ def register(commands: Subparsers) -> None:
         "operator",
         _operate,
         "roll out workers on Kubernetes by canary",
-        "Look after the PDService resources of this namespace, or that of KUBECONFIG: new pods "
-        "of a changed template get some of the requests, then more, and replace the old ones or "
-        "go, as their failures and SLOs compare. The routers are those of worker.routers; where "
-        f"they ask for a key, {KEY_VARIABLE} has an admin's. Of several such processes one leads.",
+        "Reconcile the PDService resources of this namespace, or of KUBECONFIG's: new pods of a "
+        "changed template get a growing share of requests, and replace the old ones or are "
+        "removed, depending on failures and SLOs. Routers are found by worker.routers; if they "
+        f"require a key, set {KEY_VARIABLE} to an admin's. Several such processes elect a leader.",
     )
     routers = {"--router": "worker.routers"}
     for command in (parser, operator):
@@ -108,7 +108,7 @@ async def _run(args: argparse.Namespace) -> int:
     targets = {role: f"deployments.v1.apps/pdserve-{role}" for role in bounds}
     for role, _, target in (text.partition("=") for text in args.target):
         if role not in bounds:
-            refuse("--target", f"{role!r} is no role whose workers are given, by --{role}")
+            refuse("--target", f"{role!r} is not a role that is scaled: give --{role} too")
         targets[Role(role)] = target
     pools = {role: ScalablePool(*scale_of(targets[role]), bounds[role]) for role in bounds}
     config, clock = config_from(args), time.monotonic
@@ -146,9 +146,9 @@ async def _release(lease: LeaderLease) -> None:
     try:
         await lease.release()
     except PdserveError as error:
-        logging.getLogger(__name__).warning("the lease was not given back: %s", error.message)
+        logging.getLogger(__name__).warning("the lease was not released: %s", error.message)
 
 
 def _log(worker: WorkerConfig) -> None:
-    log_to_stderr(worker.log_level)
+    log_to_stderr(worker.log.level, worker.log.format)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request

@@ -70,7 +70,8 @@ async def _show_router(args: argparse.Namespace) -> int:
 
 async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     """Return what `pdserve status --json` prints. Raises PdserveError if the router does not
-    answer. A worker that does not within `timeout_s` has `"answers": false` and `failure`."""
+    answer. A worker that does not answer within `timeout_s` has `"answers": false` and
+    `failure`."""
     async with channel_to(args) as (channel, metadata):
         listed = await RegistryStub(channel).ListWorkers(
             w.ListWorkersRequest(), timeout=max(timeout_s, ROUTER_TIMEOUT_S), metadata=metadata
@@ -84,19 +85,22 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     return {
         "workers": rows,
         "topology": dict(listed.topology),
+        "draining": listed.draining,
+        "peers": [wire.json_object(peer) for peer in listed.peers],
         "unpaired": _unpaired(workers),
         "slower_kv": _slower_kv(rows),
         "ejected_pairs": [wire.json_object(pair) for pair in listed.ejected_pairs],
         "roles": [wire.json_object(roles) for roles in listed.roles],
         "disaggregation": [wire.json_object(model) for model in listed.disaggregation],
         "on_demand": [wire.json_object(model) for model in listed.on_demand],
+        "tools": [wire.json_object(model) for model in listed.tools],
     }
 
 
 async def _ask(dialer: Dialer, entry: w.WorkerEntry, timeout_s: float) -> w.WorkerStatus | str:
     """Return a worker's answer, or why there is none."""
     if entry.state == CRASH_LOOPING:
-        return entry.unhealthy
+        return entry.reason
     async with dialer.open_channel(entry.info.address) as channel:
         try:
             return await WorkerStub(channel).GetStatus(
@@ -160,11 +164,11 @@ def _show(address: str, found: dict[str, Any]) -> None:
 
     console = open_console()
     workers: list[Row] = found["workers"]
-    if not workers:
-        console.print(f"no worker is registered at {address}")
-        return
     where = f" in {place}" if (place := place_of(found["topology"])) else ""
-    console.print(load_table(f"workers of {address}{where}", workers))
+    if workers:
+        console.print(load_table(f"workers of {address}{where}", workers))
+    else:
+        console.print(f"no worker is registered at {address}")
     if cells := [_kv_cells(row) for row in workers if row["kv"]]:
         title, caption = "KV blocks pinned for transfers", "pinned = in flight + leased"
         figures = ("pinned", "in flight", "leased", "links", "moved", "failed", "debug")
@@ -182,13 +186,13 @@ def _show(address: str, found: dict[str, Any]) -> None:
         "get KV over a slower transport": [
             f"{x['decode']} from {x['prefill']}: {x['reason']}" for x in found["slower_kv"]
         ],
+        "have settings that the model needs": [
+            f"{row['worker_id']}: {row['settings']['set_for_model']}"
+            for row in workers
+            if row.get("settings", {}).get("set_for_model")
+        ],
         "get no work": [
-            *(f"{row['worker_id']}: {row['unhealthy']}" for row in workers if row["unhealthy"]),
-            *(
-                f"{row['worker_id']}: {_until(row['breaker'])}"
-                for row in workers
-                if "breaker" in row
-            ),
+            f"{row['worker_id']}: {_why_idle(row)}" for row in workers if row["reason"]
         ],
         "ejected pairs": [
             f"{x['prefill_worker']} and {x['decode_worker']}: {_until(x)}"
@@ -196,6 +200,9 @@ def _show(address: str, found: dict[str, Any]) -> None:
         ],
         "roles by load": [f"{row['model']}: {row['text']}" for row in found["roles"]],
         "P/D helps here": [f"{row['model']}: {row['text']}" for row in found["disaggregation"]],
+        "tools": [f"{row['model']}: {row['text']}" for row in found["tools"]],
+        "other regions": [_peer(x) for x in found["peers"]],
+        "drains": ["new requests go to other regions"] if found["draining"] else [],
         "started on demand": [f"{row['model']}: {row['text']}" for row in found["on_demand"]],
     }
     for title, lines in lists.items():
@@ -203,6 +210,17 @@ def _show(address: str, found: dict[str, Any]) -> None:
             console.print(f"\n[bold]{title}[/]")
         for line in lines:
             console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def _peer(row: Row) -> str:
+    takes = f"takes requests, serves {', '.join(row['models']) or 'no model'}"
+    state = row["reason"] or takes
+    return f"{row['region']} at {row['address']}: {state}; link {row['delay_s'] * 1e3:.1f} ms"
+
+
+def _why_idle(row: Row) -> str:
+    breaker = row.get("breaker")
+    return _until(breaker) if breaker and breaker["reason"] == row["reason"] else row["reason"]
 
 
 def _until(ejected: Row) -> str:
@@ -229,7 +247,7 @@ def load_table(title: str, workers: Sequence[Row]) -> Table:
 
 
 def _revision(row: Row) -> str:
-    """Return the revision, and the share of new requests that it gets where there are weights."""
+    """Return the revision and, with weights, its share of new requests."""
     share = f" {percent(row['revision_share'])}" if "revision_share" in row else ""
     return f"{row['revision']}{share}".strip()
 

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import math
+import os
+import sys
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pdserve.cli.options import (
     DEFAULT_URL,
     add_command,
+    add_milliseconds,
     add_seconds,
     add_service_options,
     http_tls_from,
     say,
     table_of,
 )
+from pdserve.config import SloConfig
 
 if TYPE_CHECKING:
     import argparse
     import ssl
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import Group
     from rich.table import Table
@@ -41,7 +48,7 @@ _RATES = {
     "kv_bytes_per_s": "pdserve_kv_transfer_bytes_total",
 }
 _GAUGES = {"running": "pdserve_requests_running", "queued": "pdserve_requests_queued"}
-# Of engine time; the first two are those of answers.
+# Kinds of engine time; the first two are for answers.
 _KINDS = ("prefill", "decode", "waste", "idle")
 # In the order in which a request goes through them.
 _PHASES = {
@@ -65,13 +72,14 @@ def register(commands: Subparsers) -> None:
         _run,
         "watch requests by phase, goodput, cost, workers and KV flow",
         "Read the router's metrics and its workers' state every few seconds and show what changed, "
-        "until Ctrl-C. Exit code 1 if the router does not answer.",
+        "until q or Ctrl-C. Exit code 1 if the router does not answer.",
     )
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="HTTP address of the router (default: %(default)s)"
     )
-    add_seconds(parser, "--slo-ttft", 2.0, "target for TTFT")
-    add_seconds(parser, "--slo-tpot", 0.2, "target for TPOT")
+    slo = SloConfig()
+    add_milliseconds(parser, "--slo-ttft", slo.ttft_s, "target for TTFT")
+    add_milliseconds(parser, "--slo-tpot", slo.tpot_s, "target for TPOT")
     add_seconds(parser, "--interval", 2.0, "time between two readings")
     parser.add_argument("--once", action="store_true", help="show one interval, then end")
     add_service_options(parser, as_json="print a JSON line an interval")
@@ -96,9 +104,11 @@ async def _watch(args: argparse.Namespace) -> None:
     timeout_s = max(1.0, args.interval)
     rows = (await collect(args, timeout_s))["workers"]
     before, began = await _read(args.url, tls), time.monotonic()
-    with live or nullcontext():
+    with live or nullcontext(), _quit_key(is_live) as is_quit:
         while True:
-            await asyncio.sleep(args.interval)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(is_quit.wait(), args.interval)
+                return
             after, ended = await _read(args.url, tls), time.monotonic()
             state = await collect(args, timeout_s)
             found = summary(growth(before, after), ended - began, args.slo_ttft, args.slo_tpot)
@@ -106,13 +116,41 @@ async def _watch(args: argparse.Namespace) -> None:
             found |= {name: after.get((gauge, ""), 0.0) for name, gauge in _GAUGES.items()}
             before, began, rows = after, ended, state["workers"]
             if args.json:
-                say(json.dumps(found))
+                say(msgspec.json.encode(found).decode())  # null for a bound of infinity
             elif live is None:
                 console.print(view(args.url, found))
             else:
                 live.update(view(args.url, found), refresh=True)
             if args.once:
                 return
+
+
+@contextmanager
+def _quit_key(is_live: bool) -> Iterator[asyncio.Event]:
+    """Yield an event that the key q sets, if standard input is a terminal."""
+    pressed = asyncio.Event()
+    if not (is_live and sys.stdin.isatty()):
+        yield pressed
+        return
+    import termios
+    import tty
+
+    number, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(number)
+
+    def read_keys() -> None:
+        keys = os.read(number, 64)
+        if not keys or b"q" in keys:
+            pressed.set()
+            loop.remove_reader(number)
+
+    tty.setcbreak(number)
+    loop.add_reader(number, read_keys)
+    try:
+        yield pressed
+    finally:
+        loop.remove_reader(number)
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
 async def _read(url: str, tls: ssl.SSLContext | bool) -> Counts:
@@ -140,7 +178,7 @@ def read(text: str) -> Counts:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name
-            if name in _GAUGES.values() or name.endswith(("_total", "_count", "_bucket")):
+            if name in _GAUGES.values() or name.endswith(("_total", "_count", "_sum", "_bucket")):
                 counts[name, sample.labels.get("le", "")] += sample.value
                 if kind := sample.labels.get("kind"):
                     counts[name, kind] += sample.value
@@ -148,7 +186,8 @@ def read(text: str) -> Counts:
 
 
 def growth(before: Counts, after: Counts) -> Counts:
-    """Return the increases. If a count fell, the router was restarted, and all begin at zero."""
+    """Return the increases. If a count decreased, the router has restarted and all counts start at
+    0."""
     grown = {
         key: count - before.get(key, 0.0)
         for key, count in after.items()
@@ -158,12 +197,14 @@ def growth(before: Counts, after: Counts) -> Counts:
 
 
 def summary(grown: Counts, seconds: float, slo_ttft_s: float, slo_tpot_s: float) -> dict[str, Any]:
-    """Return rates, quantiles in seconds (None if nothing ended) and SLO attainment."""
+    """Return rates, means and bounds of quantiles in seconds (None if nothing ended), and SLO
+    attainment."""
     return {
         "interval_s": seconds,
         **{rate: grown.get((name, ""), 0.0) / seconds for rate, name in _RATES.items()},
         "latency_s": {
-            phase: {text: quantile(grown, name, share) for text, share in _QUANTILES.items()}
+            phase: {"mean": mean(grown, name)}
+            | {text: quantile(grown, name, share) for text, share in _QUANTILES.items()}
             for phase, name in _PHASES.items()
         },
         "slo": {
@@ -180,8 +221,8 @@ def summary(grown: Counts, seconds: float, slo_ttft_s: float, slo_tpot_s: float)
 
 
 def costs(grown: Counts) -> dict[str, float | None]:
-    """Return the cost of a million tokens of prompts and of answers, and of answers with all that
-    workers cost meanwhile. None without prices, or without tokens."""
+    """Return the cost of a million prompt tokens, of output tokens, and of output tokens including
+    all cost of workers in the interval. None without prices, or without tokens."""
 
     def million(kind: str, tokens: str) -> float | None:
         cost = grown.get(("pdserve_cost_total", kind))
@@ -198,8 +239,8 @@ def costs(grown: Counts) -> dict[str, float | None]:
 def kv_flow(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], seconds: float
 ) -> list[dict[str, Any]]:
-    """Return what each worker has sent and received a second, its failed transfers meanwhile, and
-    the blocks that are pinned and its links now."""
+    """Return for each worker the KV sent and received per second, the failed transfers in the
+    interval, and the current pinned blocks and links."""
     known = {row["instance_id"]: row["kv"]["totals"] for row in before if row["kv"]}
     rows = []
     for row in after:
@@ -223,27 +264,26 @@ def kv_flow(
     return rows
 
 
-def quantile(grown: Counts, name: str, share: float) -> float | None:
-    """Return the value below which `share` of the observations lie, interpolated within a bucket as
-    in Prometheus; the last bound for values above it. None without observations."""
-    import numpy as np
+def mean(grown: Counts, name: str) -> float | None:
+    count = grown.get((f"{name}_count", ""))
+    return grown[f"{name}_sum", ""] / count if count else None
 
+
+def quantile(grown: Counts, name: str, share: float) -> float | None:
+    """Return the lowest bucket bound that `share` of the observations do not exceed; infinity above
+    all bounds. None without observations."""
     bounds, counts, total = _histogram(grown, name)
     if not total:
         return None
-    rank = share * total
-    at = int(np.searchsorted(counts, rank))
-    if at == len(counts):
-        return bounds[-1]
-    return float(np.interp(rank, counts[at - 1 : at + 1], bounds[at - 1 : at + 1]))
+    pairs = zip(bounds, counts, strict=True)
+    return next((bound for bound, count in pairs if count >= share * total), math.inf)
 
 
 def attainment(grown: Counts, name: str, limit: float) -> float | None:
-    """Return the share of observations that are at most `limit`, or None without any."""
-    import numpy as np
-
+    """Return the share of observations known to be at most `limit`, up to the next lower bucket
+    bound. None without observations."""
     bounds, counts, total = _histogram(grown, name)
-    return float(np.interp(limit, bounds, counts)) / total if total else None
+    return counts[bisect_right(bounds, limit) - 1] / total if total else None
 
 
 def _histogram(grown: Counts, name: str) -> tuple[list[float], list[float], float]:
@@ -268,8 +308,8 @@ def view(url: str, found: dict[str, Any]) -> Group:
         f"{found['output_tokens_per_s']:.0f} tokens/s out, "
         f"{found['prompt_tokens_per_s']:.0f} in   KV {found['kv_bytes_per_s'] / 1e6:.1f} MB/s   "
         f"rejected {found['refusals_per_s']:.1f}/s   retries {found['fallbacks_per_s']:.1f}/s\n"
-        f"SLO: TTFT within {slo['ttft_s']:g} s {_share(slo['ttft_attained'])}, "
-        f"TPOT within {slo['tpot_s']:g} s {_share(slo['tpot_attained'])}\n"
+        f"SLO: TTFT within {slo['ttft_s'] * 1e3:g} ms {_share(slo['ttft_attained'])}, "
+        f"TPOT within {slo['tpot_s'] * 1e3:g} ms {_share(slo['tpot_attained'])}\n"
         f"engines: {_uses(found['engine_s'])}\n"
     )
     cost = found["cost_per_million_tokens"]
@@ -277,8 +317,9 @@ def view(url: str, found: dict[str, Any]) -> Group:
         texts = ("prompt", "generated", "generated with waste and idle time")
         parts = (f"{text} {x:.3g}" for text, x in zip(texts, cost.values(), strict=True) if x)
         head += f"cost of a million tokens: {', '.join(parts)}\n"
-    cells = [(q, *(_milliseconds(x[q]) for x in phases.values())) for q in _QUANTILES]
-    latencies = table_of("requests that ended; ITL: all tokens", ("ms",), [*phases], cells)
+    cells = [(name, *(_latency(q, s) for q, s in x.items())) for name, x in phases.items()]
+    title = "requests that ended (ITL: tokens)"
+    latencies = table_of(title, ("phase",), ("mean", *_QUANTILES), cells)
     return Group(
         Text(head),
         latencies,
@@ -316,8 +357,11 @@ def _kv_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table_of("KV flow", ("worker", "links"), figures, cells)
 
 
-def _milliseconds(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{seconds * 1e3:.3g}"
+def _latency(statistic: str, seconds: float | None) -> str | None:
+    if seconds is None or math.isinf(seconds):
+        return None if seconds is None else "over all"
+    text = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return text if statistic == "mean" else f"≤ {text}"
 
 
 def _share(value: float | None) -> str:

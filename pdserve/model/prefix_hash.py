@@ -2,19 +2,20 @@
 
 The hash of a block is XXH3 of its token ids (32 bits each, little-endian), seeded by the hash of
 the block before it. The first block is seeded by the model, its LoRA adapter, the block size and
-the request's cache salt. A block that has placeholder tokens of images also has their content
-hashes, and where they begin. A collision only sends a request to a worker that lacks the KV and
-computes it: no token depends on these hashes.
+the request's cache salt. The hash of a block with placeholder tokens of images also covers their
+content hashes and positions. A collision only routes a request to a worker that lacks the KV and
+computes it; no token depends on these hashes.
 """
 
 from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from pdserve.model.token_ids import pack as pack_ids
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # and routers keep one per cached block.
 _MASK = (1 << 60) - 1
 _HASH_BYTES = 8
+_RUN_BLOCKS = 128
+_MOST_RUNS = 8192  # of 1 KiB, and 200 bytes of Python's
 
 MediaKey = tuple[str, int]
 """The content hash of an image, and the position of its first token relative to the block's first
@@ -35,7 +38,13 @@ NO_MEDIA: Mapping[int, Sequence[MediaKey]] = MappingProxyType({})
 
 @lru_cache(maxsize=1024)
 def root(model: str, block_size: int, adapter: str = "", cache_salt: str = "") -> int:
-    """Return the seed of the first block. `adapter` is the key of a LoRA adapter."""
+    """Return the seed of the first block. `adapter` is the key of a LoRA adapter.
+
+    The seed does not depend on the version of the weights in the salt: workers with other weights
+    get no requests, and report an empty cache after an update.
+    """
+    if cache_salt.startswith("\0"):
+        cache_salt = cache_salt.split("\0", 2)[2]
     parts = (str(block_size), model, adapter, cache_salt)
     return xxh3_64_intdigest("\0".join(parts).encode()) & _MASK
 
@@ -66,10 +75,28 @@ def chain(
         count = min(count, blocks)
     if not count:
         return []
-    size = 4 * block_size
     data = pack_ids(token_ids, count * block_size)
-    hashes = []
-    for index, start in enumerate(range(0, count * size, size)):
+    hashes: list[int] = []
+    run = 4 * block_size * _RUN_BLOCKS
+    for start in range(0, len(data), run):
+        part, first = data[start : start + run], len(hashes)
+        if len(part) < run or any(first <= x < first + _RUN_BLOCKS for x in media):
+            hashes += _hashed(part, block_size, parent, media, first)
+        else:
+            hashes += _RUNS.hashed(part, block_size, parent)
+        parent = hashes[-1]
+    return hashes
+
+
+def _hashed(
+    data: memoryview,
+    block_size: int,
+    parent: int,
+    media: Mapping[int, Sequence[MediaKey]] = NO_MEDIA,
+    first: int = 0,
+) -> list[int]:
+    size, hashes = 4 * block_size, []
+    for index, start in enumerate(range(0, len(data), size), first):
         content: memoryview | bytes = data[start : start + size]
         if index in media:
             keys = "".join(f"\0{name}\0{position}" for name, position in media[index])
@@ -77,6 +104,30 @@ def chain(
         parent = xxh3_64_intdigest(content, parent) & _MASK
         hashes.append(parent)
     return hashes
+
+
+class _Runs:
+    """Hashes of runs of blocks, because each turn of a long conversation begins with the blocks of
+    the turn before. May be used by several threads."""
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[bytes, int], bytes] = {}  # oldest first
+        self._lock = Lock()
+
+    def hashed(self, data: memoryview, block_size: int, parent: int) -> list[int]:
+        key = (xxh3_128_digest(data, parent), block_size)
+        packed = self._packed.get(key)
+        if packed is not None:
+            return unpack(packed)
+        hashes = _hashed(data, block_size, parent)
+        with self._lock:
+            self._packed[key] = pack(hashes)
+            if len(self._packed) > _MOST_RUNS:
+                del self._packed[next(iter(self._packed))]
+        return hashes
+
+
+_RUNS = _Runs()
 
 
 def usable_blocks(prompt_tokens: int, block_size: int) -> int:

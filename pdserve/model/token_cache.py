@@ -1,8 +1,8 @@
-"""Token ids of the parts of long texts, so that a conversation's next turn tokenises only what is
-new.
+"""Token ids of the parts of long texts, so that the next turn of a conversation tokenises only new
+text.
 
-`Tokenizer.encode` divides a text before added tokens such as `<|im_start|>`, where tokenising the
-parts one by one gives the same as tokenising the whole. A part is found by a digest of its text.
+`Tokenizer.encode` divides a text before added tokens such as `<|im_start|>`, where the tokens of
+the parts equal the tokens of the whole. The key of a part is a digest of its text.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pdserve.model.token_ids import TokenIds
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# 160 bits of a cryptographic hash: nobody can make two texts that are taken for one another.
+# 160 bits of a cryptographic hash, so that no client can construct two texts with one digest.
 _DIGEST_BYTES = 20
-# Of a part beside its token ids: the digest, and what Python keeps for each object.
+# Bytes of a part besides its token ids: the digest, and Python's overhead per object.
 _ENTRY_BYTES = 330
 
 
@@ -35,9 +35,9 @@ class _Kept:
 class TokenCache:
     """Token ids of texts, at most `most_bytes` of them. May be used by several threads.
 
-    A tenant cannot learn from the time of a request whether another one sent the same text: each
-    has its own parts, and so has each cache salt of a tenant. What is too much is dropped from the
-    tenant that has most, so that one tenant cannot displace the parts of the others.
+    A tenant cannot learn from the time of a request whether another one sent the same text, because
+    each tenant, and each of its cache salts, has its own parts. Above the limit, parts of the
+    tenant with the most are dropped, so that one tenant cannot displace the parts of others.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -104,7 +104,7 @@ class CachedParts:
         encode: Callable[[list[str]], Sequence[Sequence[int]]],
     ) -> TokenIds:
         """Return the token ids of all parts. `tokenizer`: at most 64 bytes that identify it.
-        `encode` returns the token ids of those that are not cached."""
+        `encode` returns the token ids of uncached parts."""
         salted = blake2b(self._salt, digest_size=_DIGEST_BYTES, key=tokenizer)
         digests = []
         for part in parts:

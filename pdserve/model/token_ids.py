@@ -13,8 +13,8 @@ _BYTES = 4
 
 
 class TokenIds(Sequence[int]):
-    """Token ids in the two formats in which they are hashed and sent. As Python integers a prompt
-    of 50,000 tokens would be 1.8 MB, and each pass over it would take a millisecond.
+    """Token ids in the two formats in which they are hashed and sent. As Python integers, a prompt
+    of 50,000 tokens would take 1.8 MB, and each pass over it a millisecond.
 
     `packed`: 32 bits each, little-endian. `varints`: as in a packed field of protobuf. Equal to a
     tuple of the same ids.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from pdserve.errors import ConfigError, InvalidRequest, UnsupportedField
+from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.model.answer_formats import parsers_of
 from pdserve.model.chat_template import ChatTemplate, ParserNames
 from pdserve.model.token_ids import TokenIds
 
@@ -28,14 +29,17 @@ if TYPE_CHECKING:
     from pdserve.model.token_cache import CachedParts
 
 _FAST, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+# The template for conversations with tools: its name in the configuration's list, and the name of
+# its file in a folder beside the model's own template.
+_TOOL_USE, _MORE_TEMPLATES = "tool_use", "additional_chat_templates"
 # Below rpc.MAX_MESSAGE_BYTES, since workers send the files in one message. Published tokenizers
 # have up to 35 MB.
 MAX_FILES_BYTES = 48 << 20
-# The shortest part of a text that is cached, in characters: it costs as much as tokenising some.
+# Shortest cached part of a text, in characters. Looking it up costs as much as tokenising some.
 LEAST_PART = 256
 # A shorter text is not cached.
 LEAST_CACHED = 2048
-# Neither whitespace, which tokens before it may take, nor part of a word, which they may exclude.
+# Not whitespace, which a token before it may absorb, and not part of a word, which may be excluded.
 _CUT_BEFORE = set(string.punctuation) - {"_"}
 
 # Texts are encoded one at a time, so the library's threads would only add delay.
@@ -132,6 +136,21 @@ def plain_messages(chat: Conversation) -> list[dict[str, Any]]:
     return plain
 
 
+def _with_properties(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the tools with properties, if only empty ones, in their parameters."""
+    found = []
+    for tool in tools:
+        function = dict(tool["function"])
+        given = function.get("parameters") or {}
+        function["parameters"] = {
+            "type": "object",
+            **given,
+            "properties": given.get("properties") or {},
+        }
+        found.append({**tool, "function": function})
+    return found
+
+
 class TextPair(NamedTuple):
     """Two texts that a cross-encoder compares."""
 
@@ -143,7 +162,8 @@ def read_files(path: Path) -> dict[str, bytes]:
     """Return the contents by name of the tokenizer files that `Tokenizer.load` takes. `path` is a
     model directory, or a file of Mistral's own library. The result is empty if the model has no
     tokenizer. Raises ConfigError naming a file that cannot be read, and above MAX_FILES_BYTES."""
-    paths = [path] if path.is_file() else [path / name for name in (_FAST, _CONFIG, _TEMPLATE)]
+    names = (_FAST, _CONFIG, _TEMPLATE, f"{_MORE_TEMPLATES}/{_TOOL_USE}.jinja")
+    paths = [path] if path.is_file() else [path / name for name in names]
     if not paths[0].is_file():
         return {}
     try:
@@ -164,26 +184,45 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 class Tokenizer:
     """Converts text to token ids. Plain text gets the special tokens of `tokenizer.json`. A
-    conversation gets only those that its template inserts, because it would have two BOS tokens
-    otherwise."""
+    conversation gets only the special tokens that its template inserts, because it would have two
+    BOS tokens otherwise."""
 
-    def __init__(self, fast: FastTokenizer, template: ChatTemplate | None) -> None:
+    def __init__(self, fast: FastTokenizer, templates: Mapping[str, ChatTemplate]) -> None:
         # A tokenizer saved after training may have truncation and padding enabled.
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
-        self._template = template
+        self._templates = templates  # by name
         # Length of the longest token, in characters. A text N times as long has at least N tokens.
         self.longest_token = max(map(len, fast.get_vocab()), default=1)
-        self.files: Mapping[str, bytes] = {}  # the files that this was loaded from
-        self._id = os.urandom(16)  # in caches
+        self.files: Mapping[str, bytes] = {}  # the files it was loaded from
+        self._parsers: dict[bool, ParserNames] = {}
+        self._id = os.urandom(16)  # key in caches
         self._cuts = _Cuts(fast.get_added_tokens_decoder().values())
         self._around = _around(fast)
 
-    @property
-    def parsers(self) -> ParserNames:
-        """The parsers for the model's output, detected from its chat template."""
-        return ParserNames() if self._template is None else self._template.parsers
+    def _template_of(self, tools: bool) -> ChatTemplate | None:
+        names = (_TOOL_USE, "default") if tools else ("default",)
+        return next((self._templates[x] for x in names if x in self._templates), None)
+
+    def parsers(self, tools: bool) -> ParserNames:
+        """Return the parsers that fit answers to conversations with or without tools."""
+        if tools not in self._parsers:
+            template = self._template_of(tools)
+            found = ParserNames() if template is None else parsers_of(template)
+            own = self.info.get("response_template")  # the model's description of its answers
+            if isinstance(own, dict) and not (found.tool_calls or found.reasoning):
+                fields = own.get("fields", ())
+                tools_parser, reasoning = ("hf" * (x in fields) for x in ("tool_calls", "thinking"))
+                found = ParserNames(tools_parser, reasoning)
+            self._parsers[tools] = found
+        return self._parsers[tools]
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether prompts show the tools of a conversation to the model."""
+        template = self._template_of(tools=True)
+        return template is not None and template.takes_tools
 
     @property
     def info(self) -> dict[str, Any]:
@@ -209,15 +248,15 @@ class Tokenizer:
         # For an unreadable file the library raises Exception itself, not a subclass.
         except Exception as error:
             raise ConfigError(f"{_FAST} is not a tokenizer: {error}", field="model") from error
-        tokenizer = Tokenizer(fast, _read_template(files))
+        tokenizer = Tokenizer(fast, _read_templates(files))
         tokenizer.files = files
         return tokenizer
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parts: CachedParts | None = None
     ) -> Sequence[int]:
-        """Return the token ids of `text`, those of its parts from `parts` as far as that has them.
-        Raises InvalidRequest if it has a lone surrogate."""
+        """Return the token ids of `text`, with cached parts from `parts`. Raises InvalidRequest if
+        it has a lone surrogate."""
         _check_unicode(text)
         around = self._around if add_special_tokens else ((), ())
         if parts is not None and around is not None and len(text) >= LEAST_CACHED:
@@ -263,24 +302,29 @@ class Tokenizer:
     def render_chat(self, chat: Conversation) -> str:
         """Return the conversation as text, up to the start of the answer. Raises InvalidRequest
         (field `messages`) if the model has no template or the template rejects the messages."""
-        if self._template is None:
+        template = self._template_of(bool(chat.tools))
+        if template is None:
             raise InvalidRequest(
                 "the model has no chat template; send a prompt instead", field="messages"
             )
-        self.check_tools(chat)
-        variables = {**chat.variables, "tools": chat.tools} if chat.tools else chat.variables
-        return self._template.render(
+        try:
+            return self._rendered(template, chat, chat.tools)
+        except InvalidRequest:
+            # Some templates read the properties of each tool.
+            if (tools := _with_properties(chat.tools)) == chat.tools:
+                raise
+            return self._rendered(template, chat, tools)
+
+    @staticmethod
+    def _rendered(
+        template: ChatTemplate, chat: Conversation, tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        return template.render(
             plain_messages(chat),
-            variables,
+            {**chat.variables, "tools": tools} if tools else chat.variables,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
         )
-
-    def check_tools(self, chat: Conversation) -> None:
-        """Raise UnsupportedField if the conversation has tools that the template ignores."""
-        if chat.tools and self._template is not None and not self._template.takes_tools:
-            text = "'tools': the model's chat template does not take tools"
-            raise UnsupportedField(text, field="tools")
 
     def encode_chat(
         self,
@@ -299,7 +343,7 @@ class MistralTokenizer(Tokenizer):
     """A tokenizer of Mistral's own library (`tekken.json`, or a versioned sentencepiece model). The
     library formats conversations without a template."""
 
-    parsers = ParserNames("mistral")
+    shows_tools = True
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         ((name, content),) = files.items()
@@ -323,6 +367,9 @@ class MistralTokenizer(Tokenizer):
         _check_unicode(text)
         tokenizer = self._mistral.instruct_tokenizer.tokenizer
         return tuple(tokenizer.encode(text, bos=add_special_tokens, eos=False))
+
+    def parsers(self, tools: bool) -> ParserNames:
+        return ParserNames("mistral")
 
     def encode_within(self, texts: Sequence[str], most: int) -> tuple[tuple[int, ...], int]:
         return tuple(self.encode(texts[0])[:most]), 0
@@ -374,19 +421,17 @@ class MistralTokenizer(Tokenizer):
 
 
 class _Cuts:
-    """The added tokens before which a text may be cut: the token ids of both parts are then those
-    of the whole.
-
-    The library divides a text at its added tokens before it does anything else, and handles what
-    lies between them piece by piece. It looks for them from left to right, the longest first. So a
-    token is one wherever its text stands, unless that may be part of another added token, or
-    depends on what stands beside it.
+    """The added tokens before which a text may be cut, so that the token ids of both parts equal
+    those of the whole. The library first divides a text at its added tokens, from left to right,
+    the longest first, and then tokenises the pieces between them. The text of an added token is
+    therefore always that token, unless it may be part of another added token or depends on its
+    neighbours.
     """
 
     def __init__(self, added: Iterable[AddedToken]) -> None:
         first = [x for x in added if x.content and not x.normalized]
         texts = sorted(x.content for x in first)
-        # What may follow the first character of an added token within it, by its own first one.
+        # Tails of added tokens by first character: where another added token may begin inside one.
         inner: dict[str, list[str]] = {}
         for text in texts:
             for start in range(1, len(text)):
@@ -408,7 +453,7 @@ class _Cuts:
         self._begin = re.compile("|".join(begins)) if begins else None
 
     def parts(self, text: str) -> list[str]:
-        """Divide a text into parts of at least LEAST_PART characters, but for the last one."""
+        """Divide a text into parts of at least LEAST_PART characters, except the last one."""
         at = [0]
         for found in () if self._begin is None else self._begin.finditer(text):
             start = found.start()
@@ -420,8 +465,8 @@ class _Cuts:
 
 
 def _around(fast: FastTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the token ids that the tokenizer puts before and after each text, or None if it does
-    something else to it."""
+    """Return the token ids that the tokenizer adds before and after each text, or None if it
+    changes texts in another way."""
     plain, whole = (tuple(fast.encode("a", add_special_tokens=x).ids) for x in (False, True))
     for size in range(len(whole) - len(plain) + 1):
         before, after = whole[:size], whole[size + len(plain) :]
@@ -445,26 +490,28 @@ def _check_unicode(text: str) -> None:
         raise InvalidRequest("the text has a lone surrogate", field="prompt") from error
 
 
-def _read_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
+def _read_templates(files: Mapping[str, bytes]) -> dict[str, ChatTemplate]:
+    """Return the chat templates by name: "default", and others of older configurations."""
     name = _CONFIG
     try:
         config: Any = json.loads(files.get(name, b"{}").decode())
         if not isinstance(config, dict):
             raise ConfigError(f"{name} does not hold a JSON object", field="model")
-        template = config.get("chat_template")
-        name = _TEMPLATE
-        if name in files:
-            template = files[name].decode()
-    except ValueError as error:
+        found = config.get("chat_template")
+        templates: dict[str, Any] = (
+            {x.get("name"): x.get("template") for x in found}
+            if isinstance(found, list)
+            else {"default": found}
+        )
+        for name, key in ((_TEMPLATE, "default"), (f"{_TOOL_USE}.jinja", _TOOL_USE)):
+            if name in files:
+                templates[key] = files[name].decode()
+    except (ValueError, AttributeError) as error:
         raise ConfigError(f"cannot read {name}: {error}", field="model") from error
-    if isinstance(template, list):
-        # Older files have several named templates; "default" is for conversations without tools.
-        template = {x.get("name"): x.get("template") for x in template}.get("default")
-    if template is None:
-        return None
-    if not isinstance(template, str):
+    known = {x: templates[x] for x in ("default", _TOOL_USE) if templates.get(x) is not None}
+    if not all(isinstance(x, str) for x in known.values()):
         raise ConfigError(f"{_CONFIG}: chat_template is not text", field="model")
-    return ChatTemplate(template, _special_tokens(config))
+    return {x: ChatTemplate(text, _special_tokens(config)) for x, text in known.items()}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Pauses between attempts that fail one after the other."""
+"""Pauses between consecutive failed attempts."""
 
 from __future__ import annotations
 

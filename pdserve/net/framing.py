@@ -1,7 +1,5 @@
-"""Frames between a router and its workers or parser: one protobuf message after its length.
-
-The length is 4 bytes, big-endian. worker.proto and parser.proto of protos/pdserve/v1 define the
-messages.
+"""Frames between a router and its workers, and between a process and its children
+(pdserve/process/child_pool.py): one message after its length, 4 bytes, big-endian.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from pdserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 MAX_FRAME_BYTES = 64 << 20
 # The connection is closed if more bytes than this wait for a slow reader.
@@ -24,7 +22,7 @@ PEER_TIMEOUT_S = 15
 
 _LENGTH = struct.Struct(">I")
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=Message | bytes)
 
 
 def pack(message: Message, more: bytes = b"") -> bytes:
@@ -33,16 +31,22 @@ def pack(message: Message, more: bytes = b"") -> bytes:
     body = message.SerializeToString() + more
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    return frame(body)
+
+
+def frame(body: bytes) -> bytes:
+    """Return the frame of a message of any length, which its reader has to accept."""
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameParser(Generic[M]):
-    """Parses a byte stream into messages of `kind` with at most `limit` bytes each. State: the
-    bytes of an incomplete frame."""
+    """Parses a byte stream into messages of `kind`, protobuf or bytes, with at most `limit` bytes
+    each. State: the bytes of an incomplete frame."""
 
     def __init__(self, kind: type[M], limit: int = MAX_FRAME_BYTES) -> None:
         self.limit = limit
-        self._kind: type[M] = kind
+        self._name = kind.__name__
+        self._decode: Callable[[bytes], M] = getattr(kind, "FromString", kind)
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[M]:
@@ -62,8 +66,7 @@ class FrameParser(Generic[M]):
             body = bytes(rest[_LENGTH.size : end])
             del rest[:end]  # O(1): a bytearray only advances its start
             try:
-                message = self._kind.FromString(body)
+                message = self._decode(body)
             except DecodeError:
-                name = self._kind.DESCRIPTOR.name
-                raise InvalidRequest(f"the frame is not a {name}", field="frame") from None
+                raise InvalidRequest(f"the frame is not a {self._name}", field="frame") from None
             yield message

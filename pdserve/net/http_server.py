@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import socket
@@ -48,7 +49,7 @@ TLS_HANDSHAKE_S = 15.0
 _LARGE_BODY = 16 * 1024
 
 
-def bind(host: str, port: int, *, key: str = "http_port", is_shared: bool = False) -> socket.socket:
+def bind(host: str, port: int, *, key: str = "http.port", is_shared: bool = False) -> socket.socket:
     """Return a bound socket that does not listen yet.
 
     With `is_shared`, several processes of one user may bind the same port, and the kernel
@@ -67,9 +68,10 @@ def bind(host: str, port: int, *, key: str = "http_port", is_shared: bool = Fals
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}", field=key
-        ) from error
+        is_http = error.errno == errno.EADDRINUSE and key == "http.port"
+        hint = "; choose another with --http-port (`pdserve serve`: --port)" if is_http else ""
+        text = f"cannot listen on {host} port {port}: {error.strerror or error}{hint}"
+        raise ConfigError(text, field=key) from error
     return sock
 
 

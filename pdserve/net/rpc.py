@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Mapping
 
+    from pdserve.security.files import FileTokens
+
 ERROR_METADATA_KEY = "pdserve-error-bin"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_STREAMS = 4096  # per connection
@@ -98,14 +100,16 @@ class Dialer:
     """Opens connections from this process to others, with its credentials.
 
     `tls` returns the credentials for a new connection; None means no TLS. `peer_name` is the
-    expected name in the peer's certificate if it differs from the host. `token` is the worker
-    token. With `checks_roles` the peer's certificate must also have the expected role.
+    expected name in the peer's certificate if it differs from the host. `token` is a key of the
+    caller; without it, `file_tokens` are the worker's tokens. With `checks_roles` the peer's
+    certificate must also have the expected role.
     """
 
     tls: Callable[[], LoadedTls] | None = None
     peer_name: str = ""
     token: str = field(default="", repr=False)
     checks_roles: bool = False
+    file_tokens: FileTokens | None = field(default=None, repr=False)
 
     @property
     def context(self) -> ssl.SSLContext | None:
@@ -113,9 +117,17 @@ class Dialer:
         return None if self.tls is None else self.tls().context
 
     @property
+    def tokens(self) -> tuple[str, ...]:
+        """All tokens that are valid now, because the peer may not know a new one yet, or an old one
+        any more."""
+        if self.token or self.file_tokens is None:
+            return (self.token,) if self.token else ()
+        return self.file_tokens.now()
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of calls that require a role."""
-        return authorization(self.token)
+        return tuple(x for token in self.tokens for x in authorization(token))
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """Return a channel to `address` (host:port), which the caller closes. When the channel

@@ -88,13 +88,39 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
     "Requests": (
         "From each router, for its own requests: sum over routers.",
         (
-            _counter("requests", "model outcome", "Admitted requests by how they ended."),
+            _counter(
+                "requests",
+                "model outcome",
+                "Admitted requests by how they ended; also those whose client left the queue.",
+            ),
             _counter("refusals", "model code reason", "Requests refused before any work."),
+            _counter(
+                "api_responses",
+                "route status code",
+                "Answers of the HTTP and gRPC APIs: HTTP's status or gRPC's, and the error's code. "
+                "499: the client left.",
+            ),
             _counter("fallbacks", "model step reason", "Retries of requests."),
+            _counter(
+                "model_choices",
+                "virtual_model model rule",
+                "Models that virtual models chose; the rule is default, override, escalated or the "
+                "name of one. A request counts again if its first model was busy.",
+            ),
+            _counter(
+                "escalations",
+                "virtual_model model reason",
+                "Answers of a model that did not pass their check: logprob, json, tool_call, "
+                "too_long, timeout, or the code of an error.",
+            ),
             _counter(
                 "continuations", "model from", "Answers that continued elsewhere, by origin of KV."
             ),
-            _counter("slo_requests", "model slo met", "Answered requests by target, met or not."),
+            _counter(
+                "slo_requests",
+                "model slo met",
+                "Answered requests by target, met or not; by TTFT also those whose client left.",
+            ),
             _counter("prompt_tokens", "model", "Prompt tokens of answered requests."),
             _counter("cached_tokens", "model", "Cached prompt tokens of answered requests."),
             _counter("generation_tokens", "model", "Tokens generated for answered requests."),
@@ -147,6 +173,13 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
                 "model",
                 "Images whose embeddings prefill workers got from encode workers.",
             ),
+            _counter(
+                "guard_verdicts",
+                "guard place verdict",
+                "Verdicts of router.guards on prompts, and on answers or their sentences: pass, "
+                "redact, refuse, log, or failed.",
+            ),
+            _histogram("guard_seconds", "guard place", "Time of a verdict of these guards."),
             _counter("memory_refusals", "", "Requests refused because memory was nearly full."),
             _gauge("memory_used_bytes", "", "Memory of the router and its processes."),
             _gauge("memory_limit_bytes", "", "Limit of memory_used_bytes; 0: none."),
@@ -172,6 +205,33 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _gauge("requests_queued", "", "Requests waiting for admission."),
         ),
     ),
+    "Regions": (
+        (
+            "From each router. A forwarded request counts at the router that its client called, "
+            "and at the one that served it: there with all that it cost."
+        ),
+        (
+            _counter(
+                "forwarded_requests",
+                "model region reason",
+                "Requests sent to another region, and why they left this one.",
+            ),
+            _counter(
+                "forward_failures",
+                "model region code",
+                "Those that the other region refused, or that failed there.",
+            ),
+            _counter("peer_requests", "model region", "Requests served for another region."),
+            _histogram(
+                "forwarded_ttft_seconds",
+                "model region",
+                "From arrival to the first token of a forwarded request.",
+            ),
+            _gauge("peer_open", "region", "1: the region takes requests; 0: it does not."),
+            _gauge("peer_delay_seconds", "region", "Round trip of the link to a region."),
+            _gauge("router_draining", "", "1: new requests go to other regions."),
+        ),
+    ),
     "Revisions": (
         (
             "From each router, for requests of models with weights (`pdserve weights`), by the "
@@ -184,6 +244,20 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
                 "model revision result",
                 "Requests: `ended`, `failed` by a fault of the service, `retried` (attempts that "
                 "failed); answers: `ttft`, `ttft_met`, `tpot`, `tpot_met`.",
+            ),
+        ),
+    ),
+    "Weights": (
+        "From each router, for the updates that it made (`pdserve checkpoint`).",
+        (
+            _counter(
+                "weights_updates",
+                "model result",
+                "Updates of a model's weights: `done`, or `failed` without a change.",
+            ),
+            _gauge("weights_update", "model", "Number of the update whose weights are served."),
+            _gauge(
+                "weights_laggards", "model", "Workers without these weights, which serve nothing."
             ),
         ),
     ),
@@ -231,12 +305,21 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _gauge("worker_num_waiting_reqs", _KV, "Requests that wait in a worker's engine."),
             _counter("worker_busy_seconds", _KV, "Duration of a worker's engine steps."),
             _gauge("worker_kv_cache_usage", _KV, "Used share of a worker's KV cache, 0 to 1."),
-            _gauge("worker_session_blocks", _KV, "KV blocks under leases of sessions."),
             _counter(
-                "worker_session_leases_ended",
+                "worker_preemptions",
+                _KV,
+                "Requests that lost their KV to others, and are computed again: the KV cache is "
+                "too small for the load.",
+            ),
+            _counter("worker_draft_tokens", _KV, "Tokens that speculation proposed."),
+            _counter("worker_accepted_draft_tokens", _KV, "Those that the model accepted."),
+            _gauge("worker_session_blocks", _KV, "KV blocks retained for sessions."),
+            _counter(
+                "worker_retentions_ended",
                 f"{_KV} reason",
-                "Leases that ended: the next turn used the blocks (returned), the time was over "
-                "(expired), others were newer (budget), or requests needed all blocks (pressure).",
+                "Retentions that ended: the next turn used the blocks (returned), the time was "
+                "over (expired), others were newer (budget), or requests needed all blocks "
+                "(pressure).",
             ),
             _gauge("role_load", "model role", "Average load; 1 is full."),
             _gauge("role_workers_wanted", "model role", "Workers that the current load needs."),
@@ -489,6 +572,9 @@ Routers serve `/metrics` on the HTTP port, workers on their debug port. The form
 text format, or OpenMetrics if the request accepts it. With OpenMetrics and tracing, each histogram
 bucket names the trace of a request (exemplars). Dashboards and alert rules are in
 `deploy/dashboards/`. This file is generated by `make docs`.
+
+A worker with vLLM also serves vLLM's own metrics (`vllm:num_requests_running` and the rest), with
+vLLM's names and labels: [boards and recipes made for vLLM](migrate.md#boards-and-recipes-for-vllm).
 """
 
 

@@ -1,4 +1,5 @@
-"""The child's side of a router or worker process that `pdserve up` started."""
+"""The child's side of a router or worker process of `pdserve up`, which reports its start and then
+serves the network. Processes that answer calls of their parent are child_pool.py's."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ pdserve.process.forkserver FD PID FUNCTION ARGUMENT...`. The parent calls FUNCTI
 which imports the modules, and then forks one child for each request. A request is JSON (see
 `start`) with file descriptors: a socket for the replies, and descriptors for the child, whose
 numbers are appended to the child's arguments. The replies are the child's pid and its exit code.
+This is only how a process starts: calls to one that has started are child_pool.py's.
 """
 
 from __future__ import annotations
@@ -286,14 +287,14 @@ def _run(module: str, args: list[str]) -> NoReturn:
 
 def _main(fd: str, parent_pid: str, preload: str, *arguments: str) -> None:
     die_with(int(parent_pid))
-    os.environ.pop("OMP_NUM_THREADS")  # numpy has read it; the engine sets its own
+    os.environ.pop("OMP_NUM_THREADS")  # numpy has read it, and the engine sets its own
     module, _, name = preload.partition(":")
     gc.disable()  # collections while vLLM is imported take a quarter of the time, and free nothing
     getattr(importlib.import_module(module), name)(*arguments)
     threads = [(x / "comm").read_text() for x in Path("/proc/self/task").iterdir()]
     if len(threads) != 1:
         raise RuntimeError(f"a fork would miss the threads {threads}")
-    # No garbage collection walks what is imported, not even those that vLLM starts.
+    # Garbage collections, including vLLM's, never visit imported objects.
     gc.freeze()
     gc.unfreeze = lambda: None
     gc.enable()

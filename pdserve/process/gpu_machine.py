@@ -1,6 +1,5 @@
-"""What vLLM's CUDA build needs of a machine besides packages.
-
-Needs the standard library alone: `make gpu-install` runs it before it makes the environment.
+"""Checks requirements of vLLM's CUDA build besides packages. Needs only the standard library,
+because `make gpu-install` runs it before it creates the environment.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# For which requirements/gpu.lock is resolved.
+# The platform of requirements/gpu.lock.
 PYTHON, MACHINE, CUDA = (3, 12), "x86_64", 13
-# The first driver of each CUDA, for messages.
+# First driver version of each CUDA, for messages.
 _DRIVERS = {12: 525, 13: 580}
 _DRIVER_LIBRARY = "libcuda.so.1"
 
 
 def wrong_python() -> str:
-    """Return why this interpreter cannot be the one of the environment, or ""."""
+    """Return why the environment cannot use this interpreter, or ""."""
     if (sys.version_info[:2], platform.machine()) == (PYTHON, MACHINE):
         return ""
     wanted = ".".join(map(str, PYTHON))
@@ -34,15 +33,15 @@ def wrong_python() -> str:
 
 
 def missing_compiler() -> str:
-    """Return what is missing for Triton, which compiles C code against Python when a kernel first
-    runs, or ""."""
+    """Return the missing requirement of Triton, which compiles C code against Python when a kernel
+    first runs, or ""."""
     named = os.environ.get("CC", "")
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
     help_text = f"(Debian, Ubuntu: apt-get install gcc {package})"
     if not any(shutil.which(program) for program in ([named] if named else ["gcc", "clang"])):
         what = f"CC={named} is no program" if named else "neither gcc nor clang is on the path"
         return f"Triton needs a C compiler, and {what} {help_text}"
-    # As Triton asks: Debian's default scheme names a folder that its packages do not fill.
+    # As in Triton, because Debian's default scheme names a folder that its packages do not fill.
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     return "" if header.is_file() else f"Triton needs {header}, which is missing {help_text}"
 
@@ -50,8 +49,8 @@ def missing_compiler() -> str:
 def unfit_driver(cuda: int, library: str = _DRIVER_LIBRARY) -> str:
     """Return why programs of this major version of CUDA cannot run with the NVIDIA driver, or "".
 
-    `library` is asked and not the version of the driver, because NVIDIA's package cuda-compat runs
-    newer CUDA on older drivers.
+    Queries `library`, not the driver's version, because NVIDIA's package cuda-compat runs newer
+    CUDA on older drivers.
     """
     first = f"CUDA {cuda} needs the NVIDIA driver {_DRIVERS.get(cuda, 'of its time')} or newer"
     version = ctypes.c_int()
@@ -66,7 +65,7 @@ def unfit_driver(cuda: int, library: str = _DRIVER_LIBRARY) -> str:
 
 
 def main() -> int:
-    """Write what is missing for an installation. Return 1 if it would be of no use."""
+    """Print what this machine lacks for the GPU build. Return 1 if it cannot run at all."""
     problems = [each for each in (wrong_python(), missing_compiler()) if each]
     for problem in problems:
         sys.stderr.write(f"{problem}\n")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pdserve.config import refuse
@@ -59,7 +61,12 @@ def _nearest(nvml: Any, handle: Any) -> frozenset[int]:
 
 
 def visible(nvml: Any) -> Iterator[tuple[int, Any]]:
-    """Yield index and NVML handle of each visible GPU. Raises NVML's errors."""
+    """Yield index and NVML handle of each visible GPU. Raises NVML's errors. The index of a slice
+    of a GPU (MIG) is its position in CUDA_VISIBLE_DEVICES."""
+    if slices := _visible_slices():
+        for index, name in enumerate(slices):
+            yield index, nvml.nvmlDeviceGetHandleByUUID(name)
+        return
     allowed = visible_devices(os.environ.get(VISIBLE))
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -71,7 +78,7 @@ def visible(nvml: Any) -> Iterator[tuple[int, Any]]:
 
 def visible_devices(value: str | None) -> tuple[str, ...] | None:
     """Return the entries of CUDA_VISIBLE_DEVICES (indices, or prefixes of UUIDs), or None for all.
-    Like CUDA, ignore the first entry that is not a device, such as -1, and all after it."""
+    Like CUDA, ignore the first entry that is not a device, such as -1, and all later ones."""
     if value is None:
         return None
     entries: list[str] = []
@@ -82,11 +89,22 @@ def visible_devices(value: str | None) -> tuple[str, ...] | None:
     return tuple(entries)
 
 
+def _visible_slices() -> tuple[str, ...]:
+    """Return the entries of CUDA_VISIBLE_DEVICES if they are slices of GPUs. NVML does not list
+    these among its devices."""
+    entries = visible_devices(os.environ.get(VISIBLE)) or ()
+    return entries if entries and all(x.startswith("MIG-") for x in entries) else ()
+
+
 def gpu_environment(gpus: Collection[int]) -> dict[str, str]:
     """Return the environment variables that limit a process to `gpus`. If `gpus` is empty there is
-    no limit."""
+    no limit. Raises ConfigError if the environment has fewer slices (MIG)."""
     if not gpus:
         return {}
+    if slices := _visible_slices():
+        if beyond := [x for x in gpus if x >= len(slices)]:
+            refuse("worker.gpus", f"{VISIBLE} has {len(slices)} slices, and none {beyond[0]}")
+        return {VISIBLE: ",".join(slices[x] for x in gpus)}
     # By default CUDA orders GPUs by speed, but the indices are NVML's, which orders them by bus.
     return {VISIBLE: ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -107,9 +125,18 @@ def is_cpu_build() -> bool:
         return True
 
 
+def check_packages() -> None:
+    """Raise ConfigError, with what to install, if this Python cannot run workers with vLLM. The
+    wheel requires neither torch nor vLLM, because their builds differ by machine."""
+    if missing := [name for name in ("torch", "vllm") if find_spec(name) is None]:
+        text = f"vllm needs packages that {sys.executable} does not have: {', '.join(missing)}"
+        how = "for NVIDIA GPUs pip install 'pdserve[gpu]', for CPUs see docs/deploy.md (the wheel)"
+        refuse("worker.engine", f"{text}; {how}")
+
+
 def check_machine(cuda: str) -> None:
     """Raise ConfigError if this machine cannot run vLLM's build for this version of CUDA, such as
-    `13.0`: its first GPU call, or first kernel, would fail minutes later."""
+    `13.0`. Otherwise its first GPU call, or first kernel, would fail minutes later."""
     if problem := unfit_driver(int(cuda.split(".", 1)[0])) or missing_compiler():
         refuse("worker.engine", problem)
 
@@ -120,9 +147,9 @@ Wanted = tuple[tuple[int, ...], int]
 
 
 def share_gpus(wanted: Sequence[Wanted], gpus: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the GPUs of each worker. Workers with the same GPUs to choose from get the next ones
-    in turn, and share them if there are too few. Raises ConfigError if one worker wants more GPUs
-    than it may use."""
+    """Return the GPUs of each worker. Workers with the same set of GPUs get the next ones in turn,
+    and share them if there are too few. Raises ConfigError if one worker wants more GPUs than its
+    set has."""
     if not gpus:
         return [()] * len(wanted)
     named = {gpu for theirs, _ in wanted for gpu in theirs}

@@ -31,7 +31,7 @@ async def keep_rotating(log: Path, max_bytes: int) -> NoReturn:
         try:
             rotate(log, max_bytes)
         except FileNotFoundError:
-            continue  # the process has not started: a fork server imports vLLM first
+            continue  # the process has not started, because a fork server first imports vLLM
         except OSError as error:
             logger.warning("cannot rotate log %s: %s", log, error)
 

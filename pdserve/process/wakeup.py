@@ -12,7 +12,7 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # so that nothing is written to a number that was reused
+        self._lock = threading.Lock()  # so that nothing is written to a reused descriptor
 
     def fileno(self) -> int:
         """Return the descriptor, or -1 after `close`."""

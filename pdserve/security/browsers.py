@@ -32,12 +32,16 @@ class BrowserGuard:
         *,
         checks_host: bool = True,
     ) -> None:
-        self._origins, self._any_origin = frozenset(origins), "*" in origins
+        self.use_origins(origins)
         self._checks_host = checks_host and "*" not in allowed_hosts
         own = ("localhost", socket.gethostname())
         self._names = frozenset(name.lower() for name in (*own, *allowed_hosts))
         # Accepted Host headers, unparsed: a look-up is faster than parsing.
         self._known: set[str | None] = {None}  # None is safe: browsers always send the header
+
+    def use_origins(self, origins: Collection[str]) -> None:
+        """Allow pages of these origins from now on."""
+        self._origins, self._any_origin = frozenset(origins), "*" in origins
 
     def allows_origin(self, origin: str) -> bool:
         """Return True if pages of `origin` may read answers (CORS)."""
@@ -51,7 +55,7 @@ class BrowserGuard:
             and origin.partition("://")[2] != host
         ):
             raise PermissionDenied(
-                f"pages of the origin {origin!r} are not allowed: see router.cors_origins",
+                f"pages of the origin {origin!r} are not allowed: see router.http.cors_origins",
                 field="origin",
             )
         if self._checks_host and host not in self._known:
@@ -68,7 +72,7 @@ class BrowserGuard:
             except ValueError:
                 raise PermissionDenied(
                     f"the host {host!r} is not one of this service: without API keys, name it in "
-                    "router.allowed_hosts",
+                    "router.http.allowed_hosts",
                     field="host",
                 ) from None
         if len(self._known) < _KNOWN_HOSTS:

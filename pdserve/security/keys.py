@@ -28,6 +28,11 @@ def hash_key(key: str) -> str:
     return _PREFIX + digest_of(key).hex()
 
 
+def name_of(key: str) -> str:
+    """Return the beginning of a key's hash, which distinguishes keys and reveals none."""
+    return hash_key(key)[: len(_PREFIX) + 12]
+
+
 def is_hash(text: str) -> bool:
     return _HASH.fullmatch(text) is not None
 

@@ -19,11 +19,18 @@ _FILES = {"worker_token_file": "worker.token", "admin_key_file": "admin.key"}
 
 
 def new_credentials(router: RouterAccessConfig, worker: AccessConfig) -> dict[str, str]:
-    """Return new secrets by key of AccessConfig. Return none if credentials are configured or
-    `open_control` disables them."""
+    """Return new secrets by key of AccessConfig, for keys that neither has. Return an empty dict if
+    roles are configured, or `open_control` disables them."""
     if router.asks_for_roles or worker.asks_for_roles or router.open_control:
         return {}
-    return {key: new_key() for key in _FILES}
+    return {key: new_key() for key in _FILES if key not in shared_files(router, worker)}
+
+
+def shared_files(router: RouterAccessConfig, worker: AccessConfig) -> dict[str, str]:
+    """Return the files that either configuration names, by key. Within one service they apply to
+    both."""
+    pairs = {key: (getattr(router, key), getattr(worker, key)) for key in _FILES}
+    return {key: one or other for key, (one, other) in pairs.items() if bool(one) != bool(other)}
 
 
 def write_credentials(directory: Path, secrets: Mapping[str, str]) -> dict[str, str]:
@@ -41,12 +48,14 @@ def admin_key(directory: Path) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file with a new one that only this user can read. The file is created with these
-    permissions, so its content is never readable for others."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """Replace a file, at once, with a new one that only this user can read. The file is created
+    with these permissions, so its content is never readable for others."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
+    new.replace(path)
 
 
 def announce(address: str, key: str) -> None:

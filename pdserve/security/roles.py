@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from pdserve.config import is_exposed
+from pdserve.config import is_exposed, refuse
 from pdserve.errors import PdserveError, PermissionDenied, Unauthenticated
 from pdserve.net import rpc
+from pdserve.security.files import FileTokens
 from pdserve.security.keys import digest_in, digest_of
-from pdserve.security.tls import read_token
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from pdserve.config import AccessConfig
 
@@ -40,6 +40,7 @@ class Party(StrEnum):
     WORKER = "worker"
     ROUTER = "router"
     ADMIN = "admin"
+    PEER = "peer"  # a router of another region
 
 
 # A session is not a gRPC call; this name lets it use the same table.
@@ -56,6 +57,7 @@ _ALLOWED: dict[str, frozenset[Party] | None] = {
     "/pdserve.v1.Worker/GetStatus": frozenset({Party.ROUTER, Party.ADMIN}),
     "/pdserve.v1.Worker/Drain": frozenset({Party.ROUTER, Party.ADMIN}),
     "/pdserve.v1.Admin": frozenset({Party.ADMIN}),
+    "/pdserve.v1.Peer": frozenset({Party.PEER, Party.ROUTER}),
 }
 
 
@@ -69,11 +71,25 @@ class Guard(grpc.aio.ServerInterceptor):
     """Interceptor that rejects unauthorized calls before their message is read. `shared_with`: the
     role of callers with the worker token, which is WORKER at a router and ROUTER at a worker."""
 
-    def __init__(self, token: str, admins: Iterable[bytes], shared_with: Party) -> None:
-        """`admins`: digests of the administrators' keys."""
-        known = [(digest, Party.ADMIN) for digest in admins]
-        self._known = [*known, (digest_of(token), shared_with)] if token else known
+    def __init__(self, access: AccessConfig, shared_with: Party) -> None:
+        """Raises ConfigError."""
+        self._files: list[tuple[FileTokens, Party]] = []
+        for key, party in (
+            ("worker_token_file", shared_with),
+            ("admin_key_file", Party.ADMIN),
+            ("peer_token_file", Party.PEER),  # of routers alone
+        ):
+            if path := getattr(access, key, ""):
+                self._files.append((FileTokens(path, f"access.{key}"), party))
+        self.admin_keys = access.admin_keys
         self._logged_at = 0.0
+
+    def _known(self) -> Iterator[tuple[bytes, Party]]:
+        for text in self.admin_keys:
+            yield digest_in(text), Party.ADMIN
+        for file, party in self._files:
+            for token in file.now():
+                yield digest_of(token), party
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Handler | None]], details: Details
@@ -112,13 +128,13 @@ class Guard(grpc.aio.ServerInterceptor):
             peer=context.peer(),
         )
 
-    def check_session(self, transport: asyncio.BaseTransport, token: str) -> None:
-        """Check the role of a caller that opens a session. Raises Unauthenticated or
-        PermissionDenied."""
+    def check_link(self, transport: asyncio.BaseTransport, token: str) -> None:
+        """Check the role of a caller that opens a session. `token`: its tokens, one a line. Raises
+        Unauthenticated or PermissionDenied."""
         self._check(
             SESSION,
             uris=_uris_of(transport),
-            tokens=[token] if token else [],
+            tokens=token.split(),
             is_known=bool(transport.get_extra_info("peercert") or token),
             peer=str(transport.get_extra_info("peername")),
         )
@@ -132,7 +148,7 @@ class Guard(grpc.aio.ServerInterceptor):
         roles = {party for party in Party if f"{_ROLE_URI}{party}" in uris}
         for token in tokens:
             digest = digest_of(token)
-            roles |= {x for known, x in self._known if hmac.compare_digest(known, digest)}
+            roles |= {x for known, x in self._known() if hmac.compare_digest(known, digest)}
         if roles & parties:
             return
         name = method.rpartition("pdserve.v1.")[2].replace("/", ".")
@@ -163,12 +179,16 @@ def make_guard(access: AccessConfig, *, shared_with: Party, host: str) -> Guard 
     """Return the guard of a server at `host`. Return None if no roles are configured, with a
     warning if other machines can reach `host`. Raises ConfigError."""
     if not access.asks_for_roles:
+        for key in ("admin_keys", "admin_key_file", "peer_token_file"):
+            if getattr(access, key, ""):
+                refuse(
+                    f"access.{key}",
+                    "needs access.worker_token_file, or access.tls.ca_file with client "
+                    "certificates: workers must authenticate too once roles are checked; "
+                    "`pdserve up` makes a token",
+                )
         if is_exposed(host):
             keys = "access.worker_token_file or access.tls.ca_file"
             logger.warning("any client that can reach %s controls this process: set %s", host, keys)
         return None
-    token = read_token(access.worker_token_file) if access.worker_token_file else ""
-    admins = [digest_in(text) for text in access.admin_keys]
-    if access.admin_key_file:
-        admins.append(digest_of(read_token(access.admin_key_file, key="admin_key_file")))
-    return Guard(token, admins, shared_with)
+    return Guard(access, shared_with)

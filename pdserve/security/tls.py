@@ -1,4 +1,4 @@
-"""Credentials of gRPC servers and channels, TLS contexts of sockets, and the worker token.
+"""Credentials of gRPC servers and channels, and TLS contexts of sockets.
 
 Files are checked when a process starts: they must be readable PEM, the key must belong to the
 certificate, and the certificate must be valid now. Errors are ConfigError with the configuration
@@ -8,9 +8,7 @@ ones stay in use; the error is logged and counted in a metric.
 
 from __future__ import annotations
 
-import logging
 import ssl
-import threading
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,57 +19,17 @@ from cryptography import x509
 from prometheus_client.registry import Collector
 
 from pdserve.config import RouterAccessConfig, refuse
-from pdserve.errors import ConfigError
 from pdserve.net.rpc import PLAIN, Dialer, LoadedTls
 from pdserve.observe.metrics import family
+from pdserve.security.files import FileTokens, WatchedFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from prometheus_client.core import Metric
 
     from pdserve.config import AccessConfig, HttpTlsConfig, TlsConfig
-
-logger = logging.getLogger(__name__)
-
-MIN_TOKEN_CHARS = 32
-
-
-class _Files:
-    """Cached result of `load()`. It is loaded again when a file at `paths` has changed."""
-
-    def __init__(self, load: Callable[[], LoadedTls], paths: tuple[str, ...]) -> None:
-        self._load, self._paths = load, [path for path in paths if path]
-        self._lock = threading.Lock()  # gRPC calls `now` in its own threads
-        self.errors = 0
-        self._seen = self._state()
-        self._loaded = load()
-
-    def now(self) -> LoadedTls:
-        with self._lock:
-            state = self._state()
-            if state != self._seen:
-                self._seen = state
-                try:
-                    self._loaded = self._load()
-                    logger.info("reloaded TLS files: %s", ", ".join(self._paths))
-                except ConfigError as error:
-                    self.errors += 1
-                    logger.error("cannot reload TLS files, the old ones stay in use: %s", error)
-            return self._loaded
-
-    def _state(self) -> list[tuple[int, ...] | None]:
-        return [_changed(path) for path in self._paths]
-
-
-def _changed(path: str) -> tuple[int, ...] | None:
-    """Return a value that differs after the file has been changed or replaced. None: there is no
-    file."""
-    try:
-        found = Path(path).stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+_WHAT = "TLS files"
 
 
 class CertificateCollector(Collector):
@@ -127,7 +85,7 @@ def _configuration(loaded: LoadedTls) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.ca)
 
 
-def _renewing(files: _Files | None) -> ssl.SSLContext | None:
+def _renewing(files: WatchedFiles[LoadedTls] | None) -> ssl.SSLContext | None:
     """Return a server context that switches each new connection to the current context of
     `files`."""
     if files is None:
@@ -143,21 +101,20 @@ def _renewing(files: _Files | None) -> ssl.SSLContext | None:
 
 def dialer(access: AccessConfig, at: str = "access") -> Dialer:
     """Return the dialer for connections between routers and workers."""
-    token, tls = "", access.tls
+    tokens, tls = None, access.tls
     if access.worker_token_file:
-        token = read_token(access.worker_token_file, at)
+        tokens = FileTokens(access.worker_token_file, f"{at}.worker_token_file")
     if not tls.cert_file:
-        return Dialer(token=token) if token else PLAIN
+        return Dialer(file_tokens=tokens) if tokens else PLAIN
     found = tls_dialer(
         ca_file=tls.ca_file,
         cert_file=tls.cert_file,
         key_file=tls.key_file,
         peer_name=tls.peer_name,
-        token=token,
         at=f"{at}.tls",
     )
     # If there is a token, it gives the role, so certificates need none.
-    return replace(found, checks_roles=tls.is_mutual and not token)
+    return replace(found, file_tokens=tokens, checks_roles=tls.is_mutual and tokens is None)
 
 
 def tls_dialer(
@@ -179,20 +136,13 @@ def tls_dialer(
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         return _load(context, cert_file, key_file, ca_file, at)
 
-    return Dialer(_Files(load, (cert_file, key_file, ca_file)).now, peer_name, token)
+    files = WatchedFiles(load, (cert_file, key_file, ca_file), _WHAT)
+    return Dialer(files.now, peer_name, token)
 
 
-def read_token(path: str, at: str = "access", *, key: str = "worker_token_file") -> str:
-    """Return the secret in a file. Errors do not contain the file's content."""
-    at = f"{at}.{key}"
-    token = _read(path, at).decode("ascii", "replace").strip()
-    usable = token.isascii() and token.isprintable() and " " not in token
-    if len(token) < MIN_TOKEN_CHARS or not usable:
-        refuse(at, f"{path} must hold one line of at least {MIN_TOKEN_CHARS} printable characters")
-    return token
-
-
-def _server(tls: HttpTlsConfig, ca_file: str, at: str, alpn: tuple[str, ...] = ()) -> _Files | None:
+def _server(
+    tls: HttpTlsConfig, ca_file: str, at: str, alpn: tuple[str, ...] = ()
+) -> WatchedFiles[LoadedTls] | None:
     """Return the server's files, or None without TLS. With `ca_file`, clients must present a
     certificate that it signed."""
     if not tls.cert_file:
@@ -206,7 +156,7 @@ def _server(tls: HttpTlsConfig, ca_file: str, at: str, alpn: tuple[str, ...] = (
             context.set_alpn_protocols(alpn)
         return _load(context, tls.cert_file, tls.key_file, ca_file, at)
 
-    return _Files(load, (tls.cert_file, tls.key_file, ca_file))
+    return WatchedFiles(load, (tls.cert_file, tls.key_file, ca_file), _WHAT)
 
 
 def _load(
@@ -251,7 +201,7 @@ def _read_certificates(path: str, at: str) -> tuple[bytes, list[x509.Certificate
 
 
 def _check_dates(certificate: x509.Certificate, path: str, at: str) -> float:
-    """Return when the certificate ends, in seconds since 1970."""
+    """Return the expiry of the certificate, in seconds since 1970."""
     begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not begin <= datetime.now(UTC) <= end:
         refuse(at, f"{path}: certificate has expired, or is not valid yet ({begin:%F} to {end:%F})")

@@ -22,16 +22,23 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 from pdserve.v1 import worker_pb2 as pdserve_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdserve/v1/admin.proto\x12\npdserve.v1\x1a\x17pdserve/v1/worker.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"X\n\x10\x45xplainedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\tdecisions\x18\x02 \x03(\x0b\x32\x1d.pdserve.v1.PlacementDecision\"\xc7\x04\n\x11PlacementDecision\x12\x13\n\x0bunix_time_s\x18\x01 \x01(\x01\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x11\n\tkv_tokens\x18\x06 \x01(\r\x12\x14\n\x0cprefill_only\x18\x07 \x01(\x08\x12\r\n\x05\x61void\x18\x08 \x03(\t\x12*\n\x08\x65xcluded\x18\t \x03(\x0b\x32\x18.pdserve.v1.ExcludedPair\x12\x32\n\ncandidates\x18\n \x03(\x0b\x32\x1e.pdserve.v1.PlacementCandidate\x12\x14\n\x0c\x61sked_prefix\x18\x0b \x01(\x08\x12\x34\n\x0bpredictions\x18\x0c \x03(\x0b\x32\x1f.pdserve.v1.PlacementPrediction\x12\x0e\n\x06\x64\x65\x63ode\x18\r \x01(\t\x12\x0f\n\x07prefill\x18\x0e \x01(\t\x12\x0f\n\x07refused\x18\x0f \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x10 \x01(\t\x12\x15\n\x08revision\x18\x11 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0cspilled_from\x18\x12 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x06images\x18\x13 \x01(\r\x12\x0f\n\x07session\x18\x14 \x01(\t\x12\x17\n\x0fsession_workers\x18\x15 \x03(\t\x12\x0f\n\x07\x65ncoder\x18\x16 \x01(\t\x12\x16\n\x0e\x65ncoder_reason\x18\x17 \x01(\tB\x0b\n\t_revisionB\x0f\n\r_spilled_from\"/\n\x0c\x45xcludedPair\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\"\xd2\x04\n\x12PlacementCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x1c\n\x14outstanding_requests\x18\x04 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x05 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0f\n\x07why_not\x18\x08 \x01(\t\x12*\n\x06scores\x18\t \x03(\x0b\x32\x1a.pdserve.v1.PlacementScore\x12:\n\x06totals\x18\n \x03(\x0b\x32*.pdserve.v1.PlacementCandidate.TotalsEntry\x12\x1e\n\x04role\x18\x0b \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x14\n\x0ctotal_blocks\x18\x0c \x01(\r\x12>\n\x08topology\x18\r \x03(\x0b\x32,.pdserve.v1.PlacementCandidate.TopologyEntry\x12\x13\n\x0btier_tokens\x18\x0e \x01(\r\x12&\n\x05\x66\x65tch\x18\x0f \x01(\x0b\x32\x17.pdserve.v1.PrefixFetch\x1a-\n\x0bTotalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rTopologyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"^\n\x0bPrefixFetch\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63opy_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x0c\n\x04pays\x18\x05 \x01(\x08\"N\n\x0ePlacementScore\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05score\x18\x04 \x01(\x01\"\xa5\x01\n\x13PlacementPrediction\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12=\n\x07seconds\x18\x03 \x03(\x0b\x32,.pdserve.v1.PlacementPrediction.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"_\n\x11\x43hangeRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x17\n\x0f\x64rain_timeout_s\x18\x03 \x01(\x01\"o\n\x12\x43hangeRoleResponse\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\x12\x0f\n\x07probe_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x15\n\rmoved_streams\x18\x05 \x01(\r\"W\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0c\n\x04stop\x18\x04 \x01(\x08\"\x83\x01\n\rDrainProgress\x12\x14\n\x0copen_streams\x18\x01 \x01(\r\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x05 \x01(\x08\x12\x15\n\rmoved_streams\x18\x06 \x01(\r\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x17\n\x15UndrainWorkerResponse\"\x8f\x01\n\x11SetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12;\n\x07weights\x18\x02 \x03(\x0b\x32*.pdserve.v1.SetWeightsRequest.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"%\n\x14ListRevisionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"@\n\x15ListRevisionsResponse\x12\'\n\trevisions\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.Revision\"\xf5\x01\n\x08Revision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05share\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12.\n\x05ready\x18\x03 \x03(\x0b\x32\x1f.pdserve.v1.Revision.ReadyEntry\x12\x30\n\x06\x63ounts\x18\x04 \x03(\x0b\x32 .pdserve.v1.Revision.CountsEntry\x1a,\n\nReadyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x08\n\x06_share2\xe1\x03\n\x05\x41\x64min\x12\x43\n\x07\x45xplain\x12\x1a.pdserve.v1.ExplainRequest\x1a\x1c.pdserve.v1.ExplainedRequest\x12K\n\nChangeRole\x12\x1d.pdserve.v1.ChangeRoleRequest\x1a\x1e.pdserve.v1.ChangeRoleResponse\x12J\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x19.pdserve.v1.DrainProgress0\x01\x12T\n\rUndrainWorker\x12 .pdserve.v1.UndrainWorkerRequest\x1a!.pdserve.v1.UndrainWorkerResponse\x12N\n\nSetWeights\x12\x1d.pdserve.v1.SetWeightsRequest\x1a!.pdserve.v1.ListRevisionsResponse\x12T\n\rListRevisions\x12 .pdserve.v1.ListRevisionsRequest\x1a!.pdserve.v1.ListRevisionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdserve/v1/admin.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\x1a\x17pdserve/v1/worker.proto\"h\n\x17UpdateCheckpointRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x0c\n\x04mode\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"C\n\x11PauseModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"#\n\x12ResumeModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"%\n\x14GetCheckpointRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xca\x02\n\x10\x43heckpointStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x07weights\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.ModelWeights\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0f\n\x07phase_s\x18\x04 \x01(\x01\x12<\n\x08laggards\x18\x05 \x03(\x0b\x32*.pdserve.v1.CheckpointStatus.LaggardsEntry\x12<\n\x08updating\x18\x06 \x03(\x0b\x32*.pdserve.v1.CheckpointStatus.UpdatingEntry\x1a/\n\rLaggardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rUpdatingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xac\x01\n\x10\x45xplainedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\tdecisions\x18\x02 \x03(\x0b\x32\x1d.pdserve.v1.PlacementDecision\x12(\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x17.pdserve.v1.ModelChoice\x12(\n\x06guards\x18\x04 \x03(\x0b\x32\x18.pdserve.v1.GuardVerdict\"m\n\x0cGuardVerdict\x12\r\n\x05guard\x18\x01 \x01(\t\x12\r\n\x05place\x18\x02 \x01(\t\x12\x0f\n\x07verdict\x18\x03 \x01(\t\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\xd7\x05\n\x11PlacementDecision\x12\x13\n\x0bunix_time_s\x18\x01 \x01(\x01\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x11\n\tkv_tokens\x18\x06 \x01(\r\x12\x14\n\x0cprefill_only\x18\x07 \x01(\x08\x12\r\n\x05\x61void\x18\x08 \x03(\t\x12*\n\x08\x65xcluded\x18\t \x03(\x0b\x32\x18.pdserve.v1.ExcludedPair\x12\x32\n\ncandidates\x18\n \x03(\x0b\x32\x1e.pdserve.v1.PlacementCandidate\x12\x14\n\x0c\x61sked_prefix\x18\x0b \x01(\x08\x12\x34\n\x0bpredictions\x18\x0c \x03(\x0b\x32\x1f.pdserve.v1.PlacementPrediction\x12\x0e\n\x06\x64\x65\x63ode\x18\r \x01(\t\x12\x0f\n\x07prefill\x18\x0e \x01(\t\x12\x0f\n\x07refused\x18\x0f \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x10 \x01(\t\x12\x15\n\x08revision\x18\x11 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0cspilled_from\x18\x12 \x01(\tH\x01\x88\x01\x01\x12\x0e\n\x06images\x18\x13 \x01(\r\x12\x0f\n\x07session\x18\x14 \x01(\t\x12\x17\n\x0fsession_workers\x18\x15 \x03(\t\x12\x0f\n\x07\x65ncoder\x18\x16 \x01(\t\x12\x16\n\x0e\x65ncoder_reason\x18\x17 \x01(\t\x12\x11\n\tnot_drawn\x18\x18 \x01(\r\x12\x14\n\x0c\x66orwarded_to\x18\x19 \x01(\t\x12\x37\n\x05peers\x18\x1a \x03(\x0b\x32(.pdserve.v1.PlacementDecision.PeersEntry\x1a,\n\nPeersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_revisionB\x0f\n\r_spilled_from\"/\n\x0c\x45xcludedPair\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\"\xd2\x04\n\x12PlacementCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x1c\n\x14outstanding_requests\x18\x04 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x05 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0f\n\x07why_not\x18\x08 \x01(\t\x12*\n\x06scores\x18\t \x03(\x0b\x32\x1a.pdserve.v1.PlacementScore\x12:\n\x06totals\x18\n \x03(\x0b\x32*.pdserve.v1.PlacementCandidate.TotalsEntry\x12\x1e\n\x04role\x18\x0b \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x14\n\x0ctotal_blocks\x18\x0c \x01(\r\x12>\n\x08topology\x18\r \x03(\x0b\x32,.pdserve.v1.PlacementCandidate.TopologyEntry\x12\x13\n\x0btier_tokens\x18\x0e \x01(\r\x12&\n\x05\x66\x65tch\x18\x0f \x01(\x0b\x32\x17.pdserve.v1.PrefixFetch\x1a-\n\x0bTotalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rTopologyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"^\n\x0bPrefixFetch\x12\x0e\n\x06holder\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0e\n\x06\x63opy_s\x18\x03 \x01(\x01\x12\x11\n\tcompute_s\x18\x04 \x01(\x01\x12\x0c\n\x04pays\x18\x05 \x01(\x08\"N\n\x0ePlacementScore\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05score\x18\x04 \x01(\x01\"\xa5\x01\n\x13PlacementPrediction\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12=\n\x07seconds\x18\x03 \x03(\x0b\x32,.pdserve.v1.PlacementPrediction.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"_\n\x11\x43hangeRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x17\n\x0f\x64rain_timeout_s\x18\x03 \x01(\x01\"o\n\x12\x43hangeRoleResponse\x12\x0f\n\x07\x66\x61ilure\x18\x01 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\x12\x0f\n\x07probe_s\x18\x03 \x01(\x01\x12\x0f\n\x07total_s\x18\x04 \x01(\x01\x12\x15\n\rmoved_streams\x18\x05 \x01(\r\"W\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0c\n\x04stop\x18\x04 \x01(\x08\"\x83\x01\n\rDrainProgress\x12\x14\n\x0copen_streams\x18\x01 \x01(\r\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x05 \x01(\x08\x12\x15\n\rmoved_streams\x18\x06 \x01(\r\")\n\x14UndrainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x17\n\x15UndrainWorkerResponse\"6\n\x12\x44rainRouterRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"\x16\n\x14UndrainRouterRequest\"\x17\n\x15UndrainRouterResponse\"\x8f\x01\n\x11SetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12;\n\x07weights\x18\x02 \x03(\x0b\x32*.pdserve.v1.SetWeightsRequest.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"%\n\x14ListRevisionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\"@\n\x15ListRevisionsResponse\x12\'\n\trevisions\x18\x01 \x03(\x0b\x32\x14.pdserve.v1.Revision\"\xf5\x01\n\x08Revision\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05share\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12.\n\x05ready\x18\x03 \x03(\x0b\x32\x1f.pdserve.v1.Revision.ReadyEntry\x12\x30\n\x06\x63ounts\x18\x04 \x03(\x0b\x32 .pdserve.v1.Revision.CountsEntry\x1a,\n\nReadyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x08\n\x06_share2\xc3\x07\n\x05\x41\x64min\x12\x43\n\x07\x45xplain\x12\x1a.pdserve.v1.ExplainRequest\x1a\x1c.pdserve.v1.ExplainedRequest\x12K\n\nChangeRole\x12\x1d.pdserve.v1.ChangeRoleRequest\x1a\x1e.pdserve.v1.ChangeRoleResponse\x12J\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x19.pdserve.v1.DrainProgress0\x01\x12T\n\rUndrainWorker\x12 .pdserve.v1.UndrainWorkerRequest\x1a!.pdserve.v1.UndrainWorkerResponse\x12J\n\x0b\x44rainRouter\x12\x1e.pdserve.v1.DrainRouterRequest\x1a\x19.pdserve.v1.DrainProgress0\x01\x12T\n\rUndrainRouter\x12 .pdserve.v1.UndrainRouterRequest\x1a!.pdserve.v1.UndrainRouterResponse\x12N\n\nSetWeights\x12\x1d.pdserve.v1.SetWeightsRequest\x1a!.pdserve.v1.ListRevisionsResponse\x12T\n\rListRevisions\x12 .pdserve.v1.ListRevisionsRequest\x1a!.pdserve.v1.ListRevisionsResponse\x12U\n\x10UpdateCheckpoint\x12#.pdserve.v1.UpdateCheckpointRequest\x1a\x1c.pdserve.v1.CheckpointStatus\x12I\n\nPauseModel\x12\x1d.pdserve.v1.PauseModelRequest\x1a\x1c.pdserve.v1.CheckpointStatus\x12K\n\x0bResumeModel\x12\x1e.pdserve.v1.ResumeModelRequest\x1a\x1c.pdserve.v1.CheckpointStatus\x12O\n\rGetCheckpoint\x12 .pdserve.v1.GetCheckpointRequest\x1a\x1c.pdserve.v1.CheckpointStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CHECKPOINTSTATUS_LAGGARDSENTRY']._loaded_options = None
+  _globals['_CHECKPOINTSTATUS_LAGGARDSENTRY']._serialized_options = b'8\001'
+  _globals['_CHECKPOINTSTATUS_UPDATINGENTRY']._loaded_options = None
+  _globals['_CHECKPOINTSTATUS_UPDATINGENTRY']._serialized_options = b'8\001'
+  _globals['_PLACEMENTDECISION_PEERSENTRY']._loaded_options = None
+  _globals['_PLACEMENTDECISION_PEERSENTRY']._serialized_options = b'8\001'
   _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._loaded_options = None
   _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_options = b'8\001'
   _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._loaded_options = None
@@ -44,54 +51,78 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REVISION_READYENTRY']._serialized_options = b'8\001'
   _globals['_REVISION_COUNTSENTRY']._loaded_options = None
   _globals['_REVISION_COUNTSENTRY']._serialized_options = b'8\001'
-  _globals['_EXPLAINREQUEST']._serialized_start=63
-  _globals['_EXPLAINREQUEST']._serialized_end=99
-  _globals['_EXPLAINEDREQUEST']._serialized_start=101
-  _globals['_EXPLAINEDREQUEST']._serialized_end=189
-  _globals['_PLACEMENTDECISION']._serialized_start=192
-  _globals['_PLACEMENTDECISION']._serialized_end=775
-  _globals['_EXCLUDEDPAIR']._serialized_start=777
-  _globals['_EXCLUDEDPAIR']._serialized_end=824
-  _globals['_PLACEMENTCANDIDATE']._serialized_start=827
-  _globals['_PLACEMENTCANDIDATE']._serialized_end=1421
-  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_start=1327
-  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_end=1372
-  _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._serialized_start=1374
-  _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._serialized_end=1421
-  _globals['_PREFIXFETCH']._serialized_start=1423
-  _globals['_PREFIXFETCH']._serialized_end=1517
-  _globals['_PLACEMENTSCORE']._serialized_start=1519
-  _globals['_PLACEMENTSCORE']._serialized_end=1597
-  _globals['_PLACEMENTPREDICTION']._serialized_start=1600
-  _globals['_PLACEMENTPREDICTION']._serialized_end=1765
-  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_start=1719
-  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_end=1765
-  _globals['_CHANGEROLEREQUEST']._serialized_start=1767
-  _globals['_CHANGEROLEREQUEST']._serialized_end=1862
-  _globals['_CHANGEROLERESPONSE']._serialized_start=1864
-  _globals['_CHANGEROLERESPONSE']._serialized_end=1975
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1977
-  _globals['_DRAINWORKERREQUEST']._serialized_end=2064
-  _globals['_DRAINPROGRESS']._serialized_start=2067
-  _globals['_DRAINPROGRESS']._serialized_end=2198
-  _globals['_UNDRAINWORKERREQUEST']._serialized_start=2200
-  _globals['_UNDRAINWORKERREQUEST']._serialized_end=2241
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=2243
-  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=2266
-  _globals['_SETWEIGHTSREQUEST']._serialized_start=2269
-  _globals['_SETWEIGHTSREQUEST']._serialized_end=2412
-  _globals['_SETWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_start=2366
-  _globals['_SETWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_end=2412
-  _globals['_LISTREVISIONSREQUEST']._serialized_start=2414
-  _globals['_LISTREVISIONSREQUEST']._serialized_end=2451
-  _globals['_LISTREVISIONSRESPONSE']._serialized_start=2453
-  _globals['_LISTREVISIONSRESPONSE']._serialized_end=2517
-  _globals['_REVISION']._serialized_start=2520
-  _globals['_REVISION']._serialized_end=2765
-  _globals['_REVISION_READYENTRY']._serialized_start=2664
-  _globals['_REVISION_READYENTRY']._serialized_end=2708
-  _globals['_REVISION_COUNTSENTRY']._serialized_start=2710
-  _globals['_REVISION_COUNTSENTRY']._serialized_end=2755
-  _globals['_ADMIN']._serialized_start=2768
-  _globals['_ADMIN']._serialized_end=3249
+  _globals['_UPDATECHECKPOINTREQUEST']._serialized_start=88
+  _globals['_UPDATECHECKPOINTREQUEST']._serialized_end=192
+  _globals['_PAUSEMODELREQUEST']._serialized_start=194
+  _globals['_PAUSEMODELREQUEST']._serialized_end=261
+  _globals['_RESUMEMODELREQUEST']._serialized_start=263
+  _globals['_RESUMEMODELREQUEST']._serialized_end=298
+  _globals['_GETCHECKPOINTREQUEST']._serialized_start=300
+  _globals['_GETCHECKPOINTREQUEST']._serialized_end=337
+  _globals['_CHECKPOINTSTATUS']._serialized_start=340
+  _globals['_CHECKPOINTSTATUS']._serialized_end=670
+  _globals['_CHECKPOINTSTATUS_LAGGARDSENTRY']._serialized_start=574
+  _globals['_CHECKPOINTSTATUS_LAGGARDSENTRY']._serialized_end=621
+  _globals['_CHECKPOINTSTATUS_UPDATINGENTRY']._serialized_start=623
+  _globals['_CHECKPOINTSTATUS_UPDATINGENTRY']._serialized_end=670
+  _globals['_EXPLAINREQUEST']._serialized_start=672
+  _globals['_EXPLAINREQUEST']._serialized_end=708
+  _globals['_EXPLAINEDREQUEST']._serialized_start=711
+  _globals['_EXPLAINEDREQUEST']._serialized_end=883
+  _globals['_GUARDVERDICT']._serialized_start=885
+  _globals['_GUARDVERDICT']._serialized_end=994
+  _globals['_PLACEMENTDECISION']._serialized_start=997
+  _globals['_PLACEMENTDECISION']._serialized_end=1724
+  _globals['_PLACEMENTDECISION_PEERSENTRY']._serialized_start=1650
+  _globals['_PLACEMENTDECISION_PEERSENTRY']._serialized_end=1694
+  _globals['_EXCLUDEDPAIR']._serialized_start=1726
+  _globals['_EXCLUDEDPAIR']._serialized_end=1773
+  _globals['_PLACEMENTCANDIDATE']._serialized_start=1776
+  _globals['_PLACEMENTCANDIDATE']._serialized_end=2370
+  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_start=2276
+  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_end=2321
+  _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._serialized_start=2323
+  _globals['_PLACEMENTCANDIDATE_TOPOLOGYENTRY']._serialized_end=2370
+  _globals['_PREFIXFETCH']._serialized_start=2372
+  _globals['_PREFIXFETCH']._serialized_end=2466
+  _globals['_PLACEMENTSCORE']._serialized_start=2468
+  _globals['_PLACEMENTSCORE']._serialized_end=2546
+  _globals['_PLACEMENTPREDICTION']._serialized_start=2549
+  _globals['_PLACEMENTPREDICTION']._serialized_end=2714
+  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_start=2668
+  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_end=2714
+  _globals['_CHANGEROLEREQUEST']._serialized_start=2716
+  _globals['_CHANGEROLEREQUEST']._serialized_end=2811
+  _globals['_CHANGEROLERESPONSE']._serialized_start=2813
+  _globals['_CHANGEROLERESPONSE']._serialized_end=2924
+  _globals['_DRAINWORKERREQUEST']._serialized_start=2926
+  _globals['_DRAINWORKERREQUEST']._serialized_end=3013
+  _globals['_DRAINPROGRESS']._serialized_start=3016
+  _globals['_DRAINPROGRESS']._serialized_end=3147
+  _globals['_UNDRAINWORKERREQUEST']._serialized_start=3149
+  _globals['_UNDRAINWORKERREQUEST']._serialized_end=3190
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_start=3192
+  _globals['_UNDRAINWORKERRESPONSE']._serialized_end=3215
+  _globals['_DRAINROUTERREQUEST']._serialized_start=3217
+  _globals['_DRAINROUTERREQUEST']._serialized_end=3271
+  _globals['_UNDRAINROUTERREQUEST']._serialized_start=3273
+  _globals['_UNDRAINROUTERREQUEST']._serialized_end=3295
+  _globals['_UNDRAINROUTERRESPONSE']._serialized_start=3297
+  _globals['_UNDRAINROUTERRESPONSE']._serialized_end=3320
+  _globals['_SETWEIGHTSREQUEST']._serialized_start=3323
+  _globals['_SETWEIGHTSREQUEST']._serialized_end=3466
+  _globals['_SETWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_start=3420
+  _globals['_SETWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_end=3466
+  _globals['_LISTREVISIONSREQUEST']._serialized_start=3468
+  _globals['_LISTREVISIONSREQUEST']._serialized_end=3505
+  _globals['_LISTREVISIONSRESPONSE']._serialized_start=3507
+  _globals['_LISTREVISIONSRESPONSE']._serialized_end=3571
+  _globals['_REVISION']._serialized_start=3574
+  _globals['_REVISION']._serialized_end=3819
+  _globals['_REVISION_READYENTRY']._serialized_start=3718
+  _globals['_REVISION_READYENTRY']._serialized_end=3762
+  _globals['_REVISION_COUNTSENTRY']._serialized_start=3764
+  _globals['_REVISION_COUNTSENTRY']._serialized_end=3809
+  _globals['_ADMIN']._serialized_start=3822
+  _globals['_ADMIN']._serialized_end=4785
 # @@protoc_insertion_point(module_scope)

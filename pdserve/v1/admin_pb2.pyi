@@ -1,3 +1,4 @@
+from pdserve.v1 import common_pb2 as _common_pb2
 from pdserve.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -7,6 +8,72 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class UpdateCheckpointRequest(_message.Message):
+    __slots__ = ("model", "path", "version", "mode", "timeout_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    path: str
+    version: str
+    mode: str
+    timeout_s: float
+    def __init__(self, model: _Optional[str] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., mode: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class PauseModelRequest(_message.Message):
+    __slots__ = ("model", "mode", "timeout_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    mode: str
+    timeout_s: float
+    def __init__(self, model: _Optional[str] = ..., mode: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ResumeModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class GetCheckpointRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class CheckpointStatus(_message.Message):
+    __slots__ = ("model", "weights", "phase", "phase_s", "laggards", "updating")
+    class LaggardsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class UpdatingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_S_FIELD_NUMBER: _ClassVar[int]
+    LAGGARDS_FIELD_NUMBER: _ClassVar[int]
+    UPDATING_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weights: _worker_pb2.ModelWeights
+    phase: str
+    phase_s: float
+    laggards: _containers.ScalarMap[str, str]
+    updating: _containers.ScalarMap[str, str]
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[_Union[_worker_pb2.ModelWeights, _Mapping]] = ..., phase: _Optional[str] = ..., phase_s: _Optional[float] = ..., laggards: _Optional[_Mapping[str, str]] = ..., updating: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -14,15 +81,42 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainedRequest(_message.Message):
-    __slots__ = ("request_id", "decisions")
+    __slots__ = ("request_id", "decisions", "choices", "guards")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    GUARDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decisions: _containers.RepeatedCompositeFieldContainer[PlacementDecision]
-    def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
+    choices: _containers.RepeatedCompositeFieldContainer[_common_pb2.ModelChoice]
+    guards: _containers.RepeatedCompositeFieldContainer[GuardVerdict]
+    def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ..., choices: _Optional[_Iterable[_Union[_common_pb2.ModelChoice, _Mapping]]] = ..., guards: _Optional[_Iterable[_Union[GuardVerdict, _Mapping]]] = ...) -> None: ...
+
+class GuardVerdict(_message.Message):
+    __slots__ = ("guard", "place", "verdict", "count", "seconds", "reason")
+    GUARD_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    guard: str
+    place: str
+    verdict: str
+    count: int
+    seconds: float
+    reason: str
+    def __init__(self, guard: _Optional[str] = ..., place: _Optional[str] = ..., verdict: _Optional[str] = ..., count: _Optional[int] = ..., seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
-    __slots__ = ("unix_time_s", "cause", "policy", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "adapter", "revision", "spilled_from", "images", "session", "session_workers", "encoder", "encoder_reason")
+    __slots__ = ("unix_time_s", "cause", "policy", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "adapter", "revision", "spilled_from", "images", "session", "session_workers", "encoder", "encoder_reason", "not_drawn", "forwarded_to", "peers")
+    class PeersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +140,9 @@ class PlacementDecision(_message.Message):
     SESSION_WORKERS_FIELD_NUMBER: _ClassVar[int]
     ENCODER_FIELD_NUMBER: _ClassVar[int]
     ENCODER_REASON_FIELD_NUMBER: _ClassVar[int]
+    NOT_DRAWN_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_TO_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     unix_time_s: float
     cause: str
     policy: str
@@ -69,7 +166,10 @@ class PlacementDecision(_message.Message):
     session_workers: _containers.RepeatedScalarFieldContainer[str]
     encoder: str
     encoder_reason: str
-    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., adapter: _Optional[str] = ..., revision: _Optional[str] = ..., spilled_from: _Optional[str] = ..., images: _Optional[int] = ..., session: _Optional[str] = ..., session_workers: _Optional[_Iterable[str]] = ..., encoder: _Optional[str] = ..., encoder_reason: _Optional[str] = ...) -> None: ...
+    not_drawn: int
+    forwarded_to: str
+    peers: _containers.ScalarMap[str, str]
+    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., adapter: _Optional[str] = ..., revision: _Optional[str] = ..., spilled_from: _Optional[str] = ..., images: _Optional[int] = ..., session: _Optional[str] = ..., session_workers: _Optional[_Iterable[str]] = ..., encoder: _Optional[str] = ..., encoder_reason: _Optional[str] = ..., not_drawn: _Optional[int] = ..., forwarded_to: _Optional[str] = ..., peers: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ExcludedPair(_message.Message):
     __slots__ = ("prefill", "decode")
@@ -229,6 +329,22 @@ class UndrainWorkerRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
 
 class UndrainWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRouterRequest(_message.Message):
+    __slots__ = ("timeout_s", "force")
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    force: bool
+    def __init__(self, timeout_s: _Optional[float] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class UndrainRouterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainRouterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -55,6 +55,16 @@ class AdminStub:
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.DrainRouter = channel.unary_stream(
+                '/pdserve.v1.Admin/DrainRouter',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.DrainRouterRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+                _registered_method=True)
+        self.UndrainRouter = channel.unary_unary(
+                '/pdserve.v1.Admin/UndrainRouter',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.UndrainRouterRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.UndrainRouterResponse.FromString,
+                _registered_method=True)
         self.SetWeights = channel.unary_unary(
                 '/pdserve.v1.Admin/SetWeights',
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.SetWeightsRequest.SerializeToString,
@@ -65,6 +75,26 @@ class AdminStub:
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.FromString,
                 _registered_method=True)
+        self.UpdateCheckpoint = channel.unary_unary(
+                '/pdserve.v1.Admin/UpdateCheckpoint',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.UpdateCheckpointRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
+                _registered_method=True)
+        self.PauseModel = channel.unary_unary(
+                '/pdserve.v1.Admin/PauseModel',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.PauseModelRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
+                _registered_method=True)
+        self.ResumeModel = channel.unary_unary(
+                '/pdserve.v1.Admin/ResumeModel',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.ResumeModelRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
+                _registered_method=True)
+        self.GetCheckpoint = channel.unary_unary(
+                '/pdserve.v1.Admin/GetCheckpoint',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.GetCheckpointRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -72,7 +102,8 @@ class AdminServicer:
     """
 
     def Explain(self, request, context):
-        """Returns the placement decisions of one request. NOT_FOUND if the log does not hold it.
+        """Returns the placement decisions of one request, and what guards said of it. NOT_FOUND if the
+        logs do not hold it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +131,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainRouter(self, request, context):
+        """Forwards new requests to other regions (router.peers), and streams how many are open here until
+        none is, or until the timeout. The router drains until UndrainRouter, or until it restarts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainRouter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetWeights(self, request, context):
         """Splits new requests of a model by weight among the revisions of its workers, at this router.
         INVALID_ARGUMENT if no worker has a revision with a weight above 0.
@@ -111,6 +156,33 @@ class AdminServicer:
     def ListRevisions(self, request, context):
         """Returns the revisions of a model, and the results of each revision's requests.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateCheckpoint(self, request, context):
+        """Replaces the weights of a model on all its workers, or on none. Returns when requests are served
+        with them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseModel(self, request, context):
+        """Ends the open answers of a model as `mode` says, and lets requests wait until the resumption.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeModel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCheckpoint(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -138,6 +210,16 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerResponse.SerializeToString,
             ),
+            'DrainRouter': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainRouter,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.DrainRouterRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.DrainProgress.SerializeToString,
+            ),
+            'UndrainRouter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainRouter,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.UndrainRouterRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.UndrainRouterResponse.SerializeToString,
+            ),
             'SetWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.SetWeights,
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.SetWeightsRequest.FromString,
@@ -147,6 +229,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListRevisions,
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.SerializeToString,
+            ),
+            'UpdateCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateCheckpoint,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.UpdateCheckpointRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.SerializeToString,
+            ),
+            'PauseModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseModel,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.PauseModelRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.SerializeToString,
+            ),
+            'ResumeModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeModel,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.ResumeModelRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.SerializeToString,
+            ),
+            'GetCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCheckpoint,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.GetCheckpointRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +371,60 @@ class Admin:
             _registered_method=True)
 
     @staticmethod
+    def DrainRouter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Admin/DrainRouter',
+            pdserve_dot_v1_dot_admin__pb2.DrainRouterRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainRouter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/UndrainRouter',
+            pdserve_dot_v1_dot_admin__pb2.UndrainRouterRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.UndrainRouterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def SetWeights(request,
             target,
             options=(),
@@ -312,6 +468,114 @@ class Admin:
             '/pdserve.v1.Admin/ListRevisions',
             pdserve_dot_v1_dot_admin__pb2.ListRevisionsRequest.SerializeToString,
             pdserve_dot_v1_dot_admin__pb2.ListRevisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/UpdateCheckpoint',
+            pdserve_dot_v1_dot_admin__pb2.UpdateCheckpointRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/PauseModel',
+            pdserve_dot_v1_dot_admin__pb2.PauseModelRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/ResumeModel',
+            pdserve_dot_v1_dot_admin__pb2.ResumeModelRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/GetCheckpoint',
+            pdserve_dot_v1_dot_admin__pb2.GetCheckpointRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,9 @@ class AdminStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainedRequest]
-    """Returns the placement decisions of one request. NOT_FOUND if the log does not hold it."""
+    """Returns the placement decisions of one request, and what guards said of it. NOT_FOUND if the
+    logs do not hold it.
+    """
     ChangeRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ChangeRoleRequest, _admin_pb2.ChangeRoleResponse]
     """Drains a worker, changes its role, and probes it with a request whose answer is known. If the
     probe fails, the worker keeps its old role.
@@ -44,12 +46,25 @@ class AdminStub:
     disconnects, the drain continues.
     """
     UndrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]
+    DrainRouter: _grpc.UnaryStreamMultiCallable[_admin_pb2.DrainRouterRequest, _admin_pb2.DrainProgress]
+    """Forwards new requests to other regions (router.peers), and streams how many are open here until
+    none is, or until the timeout. The router drains until UndrainRouter, or until it restarts.
+    """
+    UndrainRouter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainRouterRequest, _admin_pb2.UndrainRouterResponse]
     SetWeights: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWeightsRequest, _admin_pb2.ListRevisionsResponse]
     """Splits new requests of a model by weight among the revisions of its workers, at this router.
     INVALID_ARGUMENT if no worker has a revision with a weight above 0.
     """
     ListRevisions: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRevisionsRequest, _admin_pb2.ListRevisionsResponse]
     """Returns the revisions of a model, and the results of each revision's requests."""
+    UpdateCheckpoint: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UpdateCheckpointRequest, _admin_pb2.CheckpointStatus]
+    """Replaces the weights of a model on all its workers, or on none. Returns when requests are served
+    with them.
+    """
+    PauseModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PauseModelRequest, _admin_pb2.CheckpointStatus]
+    """Ends the open answers of a model as `mode` says, and lets requests wait until the resumption."""
+    ResumeModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeModelRequest, _admin_pb2.CheckpointStatus]
+    GetCheckpoint: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetCheckpointRequest, _admin_pb2.CheckpointStatus]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -57,7 +72,9 @@ class AdminAsyncStub(AdminStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainedRequest]  # type: ignore[assignment]
-    """Returns the placement decisions of one request. NOT_FOUND if the log does not hold it."""
+    """Returns the placement decisions of one request, and what guards said of it. NOT_FOUND if the
+    logs do not hold it.
+    """
     ChangeRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.ChangeRoleRequest, _admin_pb2.ChangeRoleResponse]  # type: ignore[assignment]
     """Drains a worker, changes its role, and probes it with a request whose answer is known. If the
     probe fails, the worker keeps its old role.
@@ -67,12 +84,25 @@ class AdminAsyncStub(AdminStub):
     disconnects, the drain continues.
     """
     UndrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
+    DrainRouter: _aio.UnaryStreamMultiCallable[_admin_pb2.DrainRouterRequest, _admin_pb2.DrainProgress]  # type: ignore[assignment]
+    """Forwards new requests to other regions (router.peers), and streams how many are open here until
+    none is, or until the timeout. The router drains until UndrainRouter, or until it restarts.
+    """
+    UndrainRouter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainRouterRequest, _admin_pb2.UndrainRouterResponse]  # type: ignore[assignment]
     SetWeights: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWeightsRequest, _admin_pb2.ListRevisionsResponse]  # type: ignore[assignment]
     """Splits new requests of a model by weight among the revisions of its workers, at this router.
     INVALID_ARGUMENT if no worker has a revision with a weight above 0.
     """
     ListRevisions: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRevisionsRequest, _admin_pb2.ListRevisionsResponse]  # type: ignore[assignment]
     """Returns the revisions of a model, and the results of each revision's requests."""
+    UpdateCheckpoint: _aio.UnaryUnaryMultiCallable[_admin_pb2.UpdateCheckpointRequest, _admin_pb2.CheckpointStatus]  # type: ignore[assignment]
+    """Replaces the weights of a model on all its workers, or on none. Returns when requests are served
+    with them.
+    """
+    PauseModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.PauseModelRequest, _admin_pb2.CheckpointStatus]  # type: ignore[assignment]
+    """Ends the open answers of a model as `mode` says, and lets requests wait until the resumption."""
+    ResumeModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeModelRequest, _admin_pb2.CheckpointStatus]  # type: ignore[assignment]
+    GetCheckpoint: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetCheckpointRequest, _admin_pb2.CheckpointStatus]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Served by the router, for administrators."""
@@ -83,7 +113,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainedRequest, _abc.Awaitable[_admin_pb2.ExplainedRequest]]:
-        """Returns the placement decisions of one request. NOT_FOUND if the log does not hold it."""
+        """Returns the placement decisions of one request, and what guards said of it. NOT_FOUND if the
+        logs do not hold it.
+        """
 
     @_abc_1.abstractmethod
     def ChangeRole(
@@ -113,6 +145,23 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.UndrainWorkerResponse, _abc.Awaitable[_admin_pb2.UndrainWorkerResponse]]: ...
 
     @_abc_1.abstractmethod
+    def DrainRouter(
+        self,
+        request: _admin_pb2.DrainRouterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.DrainProgress], _abc.AsyncIterator[_admin_pb2.DrainProgress]]:
+        """Forwards new requests to other regions (router.peers), and streams how many are open here until
+        none is, or until the timeout. The router drains until UndrainRouter, or until it restarts.
+        """
+
+    @_abc_1.abstractmethod
+    def UndrainRouter(
+        self,
+        request: _admin_pb2.UndrainRouterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UndrainRouterResponse, _abc.Awaitable[_admin_pb2.UndrainRouterResponse]]: ...
+
+    @_abc_1.abstractmethod
     def SetWeights(
         self,
         request: _admin_pb2.SetWeightsRequest,
@@ -129,5 +178,37 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRevisionsResponse, _abc.Awaitable[_admin_pb2.ListRevisionsResponse]]:
         """Returns the revisions of a model, and the results of each revision's requests."""
+
+    @_abc_1.abstractmethod
+    def UpdateCheckpoint(
+        self,
+        request: _admin_pb2.UpdateCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CheckpointStatus, _abc.Awaitable[_admin_pb2.CheckpointStatus]]:
+        """Replaces the weights of a model on all its workers, or on none. Returns when requests are served
+        with them.
+        """
+
+    @_abc_1.abstractmethod
+    def PauseModel(
+        self,
+        request: _admin_pb2.PauseModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CheckpointStatus, _abc.Awaitable[_admin_pb2.CheckpointStatus]]:
+        """Ends the open answers of a model as `mode` says, and lets requests wait until the resumption."""
+
+    @_abc_1.abstractmethod
+    def ResumeModel(
+        self,
+        request: _admin_pb2.ResumeModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CheckpointStatus, _abc.Awaitable[_admin_pb2.CheckpointStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def GetCheckpoint(
+        self,
+        request: _admin_pb2.GetCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CheckpointStatus, _abc.Awaitable[_admin_pb2.CheckpointStatus]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -14,11 +14,13 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
+    FINISH_REASON_CONTENT_FILTER: _ClassVar[FinishReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
+FINISH_REASON_CONTENT_FILTER: FinishReason
 
 class SamplingParams(_message.Message):
     __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "logit_bias", "structured_output", "skip_special_tokens", "prompt_logprobs")
@@ -121,16 +123,18 @@ class StopReason(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_id: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "inference_geo")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INFERENCE_GEO_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    inference_geo: str
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., inference_geo: _Optional[str] = ...) -> None: ...
 
 class ToolCallDelta(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")
@@ -145,7 +149,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "transfer_bytes", "transfer_blocks", "prefill_worker", "decode_worker", "transport", "cached_tokens", "first_token_source", "fallbacks", "predicted_ttft_s", "cost", "energy_j", "images", "render_s", "fetched_tokens", "fetched_blocks", "fetched_from", "fetch_s", "fetched_images", "encode_worker", "encode_s")
+    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "transfer_bytes", "transfer_blocks", "prefill_worker", "decode_worker", "transport", "cached_tokens", "first_token_source", "fallbacks", "predicted_ttft_s", "cost", "energy_j", "images", "render_s", "fetched_tokens", "fetched_blocks", "fetched_from", "fetch_s", "fetched_images", "encode_worker", "encode_s", "regions", "forwarded_to", "spans", "model_choice")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +175,10 @@ class Receipt(_message.Message):
     FETCHED_IMAGES_FIELD_NUMBER: _ClassVar[int]
     ENCODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     ENCODE_S_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_TO_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_CHOICE_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     transfer_s: float
@@ -196,7 +204,47 @@ class Receipt(_message.Message):
     fetched_images: int
     encode_worker: str
     encode_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., first_token_source: _Optional[str] = ..., fallbacks: _Optional[_Iterable[str]] = ..., predicted_ttft_s: _Optional[float] = ..., cost: _Optional[float] = ..., energy_j: _Optional[float] = ..., images: _Optional[int] = ..., render_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_from: _Optional[str] = ..., fetch_s: _Optional[float] = ..., fetched_images: _Optional[int] = ..., encode_worker: _Optional[str] = ..., encode_s: _Optional[float] = ...) -> None: ...
+    regions: _containers.RepeatedScalarFieldContainer[str]
+    forwarded_to: str
+    spans: _containers.RepeatedCompositeFieldContainer[TokenSpan]
+    model_choice: ModelChoice
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., first_token_source: _Optional[str] = ..., fallbacks: _Optional[_Iterable[str]] = ..., predicted_ttft_s: _Optional[float] = ..., cost: _Optional[float] = ..., energy_j: _Optional[float] = ..., images: _Optional[int] = ..., render_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_from: _Optional[str] = ..., fetch_s: _Optional[float] = ..., fetched_images: _Optional[int] = ..., encode_worker: _Optional[str] = ..., encode_s: _Optional[float] = ..., regions: _Optional[_Iterable[str]] = ..., forwarded_to: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[TokenSpan, _Mapping]]] = ..., model_choice: _Optional[_Union[ModelChoice, _Mapping]] = ...) -> None: ...
+
+class TokenSpan(_message.Message):
+    __slots__ = ("version", "worker", "start", "end", "answer")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    worker: str
+    start: int
+    end: int
+    answer: int
+    def __init__(self, version: _Optional[str] = ..., worker: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., answer: _Optional[int] = ...) -> None: ...
+
+class ModelChoice(_message.Message):
+    __slots__ = ("virtual_model", "model", "rule", "skipped", "discarded_model", "discarded_reason", "discarded_tokens", "discarded_cost", "discarded_cost_is_predicted")
+    VIRTUAL_MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_MODEL_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_REASON_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_COST_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_COST_IS_PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    virtual_model: str
+    model: str
+    rule: str
+    skipped: _containers.RepeatedScalarFieldContainer[str]
+    discarded_model: str
+    discarded_reason: str
+    discarded_tokens: int
+    discarded_cost: float
+    discarded_cost_is_predicted: bool
+    def __init__(self, virtual_model: _Optional[str] = ..., model: _Optional[str] = ..., rule: _Optional[str] = ..., skipped: _Optional[_Iterable[str]] = ..., discarded_model: _Optional[str] = ..., discarded_reason: _Optional[str] = ..., discarded_tokens: _Optional[int] = ..., discarded_cost: _Optional[float] = ..., discarded_cost_is_predicted: _Optional[bool] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "field", "retry_after_s", "reason")

@@ -72,15 +72,17 @@ class ParserPlan(_message.Message):
     def __init__(self, structured_output: _Optional[_Union[_common_pb2.StructuredOutput, _Mapping]] = ..., after_reasoning: _Optional[bool] = ...) -> None: ...
 
 class ParserOutput(_message.Message):
-    __slots__ = ("index", "reasoning", "content", "tool_calls", "reasoning_tokens")
+    __slots__ = ("index", "reasoning", "content", "tool_calls", "reasoning_tokens", "content_tokens")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     index: int
     reasoning: str
     content: str
     tool_calls: _containers.RepeatedCompositeFieldContainer[_common_pb2.ToolCallDelta]
     reasoning_tokens: int
-    def __init__(self, index: _Optional[int] = ..., reasoning: _Optional[str] = ..., content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[_common_pb2.ToolCallDelta, _Mapping]]] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    content_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., reasoning: _Optional[str] = ..., content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[_common_pb2.ToolCallDelta, _Mapping]]] = ..., reasoning_tokens: _Optional[int] = ..., content_tokens: _Optional[_Iterable[int]] = ...) -> None: ...

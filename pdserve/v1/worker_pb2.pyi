@@ -16,12 +16,25 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_AGGREGATED: _ClassVar[Role]
     ROLE_POOLING: _ClassVar[Role]
     ROLE_ENCODE: _ClassVar[Role]
+
+class WeightsStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHTS_STAGE_UNSPECIFIED: _ClassVar[WeightsStage]
+    WEIGHTS_STAGE_PREPARE: _ClassVar[WeightsStage]
+    WEIGHTS_STAGE_QUIESCE: _ClassVar[WeightsStage]
+    WEIGHTS_STAGE_COMMIT: _ClassVar[WeightsStage]
+    WEIGHTS_STAGE_RESUME: _ClassVar[WeightsStage]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
 ROLE_AGGREGATED: Role
 ROLE_POOLING: Role
 ROLE_ENCODE: Role
+WEIGHTS_STAGE_UNSPECIFIED: WeightsStage
+WEIGHTS_STAGE_PREPARE: WeightsStage
+WEIGHTS_STAGE_QUIESCE: WeightsStage
+WEIGHTS_STAGE_COMMIT: WeightsStage
+WEIGHTS_STAGE_RESUME: WeightsStage
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults", "tokenizer", "cross_encoder", "modalities")
@@ -181,8 +194,8 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s", "tier_token_s", "session_blocks", "session_leases_ended")
-    class SessionLeasesEndedEntry(_message.Message):
+    __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s", "tier_token_s", "session_blocks", "retentions_ended", "starved_s", "preemptions", "draft_tokens", "accepted_draft_tokens")
+    class RetentionsEndedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -198,7 +211,11 @@ class WorkerLoad(_message.Message):
     STEP_ALLOWANCE_S_FIELD_NUMBER: _ClassVar[int]
     TIER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     SESSION_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    SESSION_LEASES_ENDED_FIELD_NUMBER: _ClassVar[int]
+    RETENTIONS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    STARVED_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_waiting_reqs: int
     num_running_reqs: int
     kv_cache_usage: float
@@ -208,8 +225,12 @@ class WorkerLoad(_message.Message):
     step_allowance_s: float
     tier_token_s: float
     session_blocks: int
-    session_leases_ended: _containers.ScalarMap[str, int]
-    def __init__(self, num_waiting_reqs: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_allowance_s: _Optional[float] = ..., tier_token_s: _Optional[float] = ..., session_blocks: _Optional[int] = ..., session_leases_ended: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    retentions_ended: _containers.ScalarMap[str, int]
+    starved_s: float
+    preemptions: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, num_waiting_reqs: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_allowance_s: _Optional[float] = ..., tier_token_s: _Optional[float] = ..., session_blocks: _Optional[int] = ..., retentions_ended: _Optional[_Mapping[str, int]] = ..., starved_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class KvLedger(_message.Message):
     __slots__ = ("pinned_blocks", "in_flight_blocks", "leased_blocks", "transfers", "engine_requests")
@@ -372,14 +393,18 @@ class MediaItem(_message.Message):
     def __init__(self, modality: _Optional[str] = ..., hash: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., is_embed: _Optional[bytes] = ..., metadata: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "draining", "adapters")
+    __slots__ = ("worker", "draining", "adapters", "weights", "updating")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    UPDATING_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     draining: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    weights: ModelWeights
+    updating: str
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., weights: _Optional[_Union[ModelWeights, _Mapping]] = ..., updating: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("lease_s",)
@@ -388,7 +413,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving", "adapters", "gpus", "account")
+    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving", "adapters", "gpus", "account", "weights", "updating")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -399,6 +424,8 @@ class RenewRequest(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    UPDATING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     load: WorkerLoad
@@ -409,7 +436,21 @@ class RenewRequest(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     gpus: _containers.RepeatedCompositeFieldContainer[GpuHealth]
     account: Account
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ..., account: _Optional[_Union[Account, _Mapping]] = ...) -> None: ...
+    weights: ModelWeights
+    updating: str
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., weights: _Optional[_Union[ModelWeights, _Mapping]] = ..., updating: _Optional[str] = ...) -> None: ...
+
+class ModelWeights(_message.Message):
+    __slots__ = ("sequence", "version", "path", "digest")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    version: str
+    path: str
+    digest: str
+    def __init__(self, sequence: _Optional[int] = ..., version: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Account(_message.Message):
     __slots__ = ("seconds", "energy_j", "open_s", "busy_s")
@@ -486,7 +527,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology", "needs", "on_demand")
+    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology", "needs", "on_demand", "tools", "peers", "draining")
     class TopologyEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +542,9 @@ class ListWorkersResponse(_message.Message):
     TOPOLOGY_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FIELD_NUMBER: _ClassVar[int]
     ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
     roles: _containers.RepeatedCompositeFieldContainer[ModelNote]
@@ -508,7 +552,24 @@ class ListWorkersResponse(_message.Message):
     topology: _containers.ScalarMap[str, str]
     needs: _containers.RepeatedCompositeFieldContainer[RoleNeed]
     on_demand: _containers.RepeatedCompositeFieldContainer[ModelNote]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ..., needs: _Optional[_Iterable[_Union[RoleNeed, _Mapping]]] = ..., on_demand: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ...) -> None: ...
+    tools: _containers.RepeatedCompositeFieldContainer[ModelNote]
+    peers: _containers.RepeatedCompositeFieldContainer[PeerEntry]
+    draining: bool
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ..., needs: _Optional[_Iterable[_Union[RoleNeed, _Mapping]]] = ..., on_demand: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerEntry, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class PeerEntry(_message.Message):
+    __slots__ = ("region", "address", "reason", "delay_s", "models")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    address: str
+    reason: str
+    delay_s: float
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, region: _Optional[str] = ..., address: _Optional[str] = ..., reason: _Optional[str] = ..., delay_s: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoleNeed(_message.Message):
     __slots__ = ("model", "role", "workers")
@@ -555,7 +616,7 @@ class Breaker(_message.Message):
     def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., remaining_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class WorkerEntry(_message.Message):
-    __slots__ = ("info", "load", "state", "outstanding_requests", "outstanding_tokens", "breaker", "unhealthy", "adapters", "revision_share")
+    __slots__ = ("info", "load", "state", "outstanding_requests", "outstanding_tokens", "breaker", "unhealthy", "adapters", "revision_share", "reason", "weights_version")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -565,6 +626,8 @@ class WorkerEntry(_message.Message):
     UNHEALTHY_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     REVISION_SHARE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     load: WorkerLoad
     state: str
@@ -574,7 +637,9 @@ class WorkerEntry(_message.Message):
     unhealthy: str
     adapters: _containers.RepeatedScalarFieldContainer[str]
     revision_share: float
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., revision_share: _Optional[float] = ...) -> None: ...
+    reason: str
+    weights_version: str
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., revision_share: _Optional[float] = ..., reason: _Optional[str] = ..., weights_version: _Optional[str] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "export", "watch_cache", "ping")
@@ -603,7 +668,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s", "weights_sequence", "no_tiers")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -621,6 +686,8 @@ class Submit(_message.Message):
     REASONING_GATE_FIELD_NUMBER: _ClassVar[int]
     MEDIA_FIELD_NUMBER: _ClassVar[int]
     NEXT_TURN_S_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NO_TIERS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -638,7 +705,9 @@ class Submit(_message.Message):
     reasoning_gate: ReasoningGate
     media: _containers.RepeatedCompositeFieldContainer[MediaItem]
     next_turn_s: float
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ...) -> None: ...
+    weights_sequence: int
+    no_tiers: bool
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ..., weights_sequence: _Optional[int] = ..., no_tiers: _Optional[bool] = ...) -> None: ...
 
 class ReasoningGate(_message.Message):
     __slots__ = ("parser", "kwargs_json")
@@ -811,7 +880,7 @@ class StreamDelta(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., kv_handle: _Optional[bytes] = ..., exported_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class PhaseReport(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer", "prefill_busy_s", "decode_busy_s", "energy_j", "encode_s", "fetched_images")
+    __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer", "prefill_busy_s", "decode_busy_s", "energy_j", "encode_s", "fetched_images", "wanted_images")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
@@ -822,6 +891,7 @@ class PhaseReport(_message.Message):
     ENERGY_J_FIELD_NUMBER: _ClassVar[int]
     ENCODE_S_FIELD_NUMBER: _ClassVar[int]
     FETCHED_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_IMAGES_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     decode_s: float
@@ -832,7 +902,8 @@ class PhaseReport(_message.Message):
     energy_j: float
     encode_s: float
     fetched_images: int
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., prefill_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., energy_j: _Optional[float] = ..., encode_s: _Optional[float] = ..., fetched_images: _Optional[int] = ...) -> None: ...
+    wanted_images: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ..., prefill_busy_s: _Optional[float] = ..., decode_busy_s: _Optional[float] = ..., energy_j: _Optional[float] = ..., encode_s: _Optional[float] = ..., fetched_images: _Optional[int] = ..., wanted_images: _Optional[int] = ...) -> None: ...
 
 class TransferReport(_message.Message):
     __slots__ = ("transfer_s", "exposed_s", "bytes", "blocks", "transport", "digest_mismatches")
@@ -961,3 +1032,29 @@ class UnloadAdapterRequest(_message.Message):
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("transaction", "owner", "stage", "weights", "mode", "timeout_s", "hold_s")
+    TRANSACTION_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    HOLD_S_FIELD_NUMBER: _ClassVar[int]
+    transaction: str
+    owner: str
+    stage: WeightsStage
+    weights: ModelWeights
+    mode: str
+    timeout_s: float
+    hold_s: float
+    def __init__(self, transaction: _Optional[str] = ..., owner: _Optional[str] = ..., stage: _Optional[_Union[WeightsStage, str]] = ..., weights: _Optional[_Union[ModelWeights, _Mapping]] = ..., mode: _Optional[str] = ..., timeout_s: _Optional[float] = ..., hold_s: _Optional[float] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("weights", "ended_streams")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    weights: ModelWeights
+    ended_streams: int
+    def __init__(self, weights: _Optional[_Union[ModelWeights, _Mapping]] = ..., ended_streams: _Optional[int] = ...) -> None: ...

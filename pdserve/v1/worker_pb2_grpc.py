@@ -326,6 +326,11 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/pdserve.v1.Worker/UpdateWeights',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
         self.Render = channel.unary_unary(
                 '/pdserve.v1.Worker/Render',
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.RenderRequest.SerializeToString,
@@ -394,6 +399,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """Performs one stage of a change of the model's weights. Stages that were performed are ignored.
+        FAILED_PRECONDITION, naming its owner, during another change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Render(self, request, context):
         """Turns a prompt with images into token ids and processed images, beside the engine: chat
         template, tokenizer and image processor of the model. INVALID_ARGUMENT names a bad image as
@@ -445,6 +458,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.UpdateWeightsResponse.SerializeToString,
             ),
             'Render': grpc.unary_unary_rpc_method_handler(
                     servicer.Render,
@@ -670,6 +688,33 @@ class Worker:
             '/pdserve.v1.Worker/UnloadAdapter',
             pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/UpdateWeights',
+            pdserve_dot_v1_dot_worker__pb2.UpdateWeightsRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

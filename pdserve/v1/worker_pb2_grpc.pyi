@@ -126,6 +126,10 @@ class WorkerStub:
     """Returns the files of the model's tokenizer and chat template, because routers have no models."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
     """Stops reporting the adapter, waits until no request uses it, and unloads it."""
+    UpdateWeights: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UpdateWeightsRequest, _worker_pb2.UpdateWeightsResponse]
+    """Performs one stage of a change of the model's weights. Stages that were performed are ignored.
+    FAILED_PRECONDITION, naming its owner, during another change.
+    """
     Render: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RenderRequest, _worker_pb2.RenderResponse]
     """Turns a prompt with images into token ids and processed images, beside the engine: chat
     template, tokenizer and image processor of the model. INVALID_ARGUMENT names a bad image as
@@ -157,6 +161,10 @@ class WorkerAsyncStub(WorkerStub):
     """Returns the files of the model's tokenizer and chat template, because routers have no models."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Stops reporting the adapter, waits until no request uses it, and unloads it."""
+    UpdateWeights: _aio.UnaryUnaryMultiCallable[_worker_pb2.UpdateWeightsRequest, _worker_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """Performs one stage of a change of the model's weights. Stages that were performed are ignored.
+    FAILED_PRECONDITION, naming its owner, during another change.
+    """
     Render: _aio.UnaryUnaryMultiCallable[_worker_pb2.RenderRequest, _worker_pb2.RenderResponse]  # type: ignore[assignment]
     """Turns a prompt with images into token ids and processed images, beside the engine: chat
     template, tokenizer and image processor of the model. INVALID_ARGUMENT names a bad image as
@@ -233,6 +241,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
         """Stops reporting the adapter, waits until no request uses it, and unloads it."""
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _worker_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UpdateWeightsResponse, _abc.Awaitable[_worker_pb2.UpdateWeightsResponse]]:
+        """Performs one stage of a change of the model's weights. Stages that were performed are ignored.
+        FAILED_PRECONDITION, naming its owner, during another change.
+        """
 
     @_abc_1.abstractmethod
     def Render(

@@ -3,7 +3,6 @@
 from router.admission.controller import (
     UNAVAILABLE_RETRY_AFTER_S,
     AdmissionController,
-    AdmissionLimits,
     LatencyEstimate,
     Slot,
 )
@@ -13,7 +12,6 @@ from router.admission.tenants import Door, Tenants
 __all__ = [
     "UNAVAILABLE_RETRY_AFTER_S",
     "AdmissionController",
-    "AdmissionLimits",
     "Door",
     "LatencyEstimate",
     "NoAdapterSlot",

@@ -1,7 +1,7 @@
 """Admission control: bounds running and queued requests, and rejects requests that would be late.
 
 A request gets its turn at once, waits for it in the queue of its model, or is rejected with a
-Retry-After. In its turn it reserves workers, or says why it cannot and waits for another turn.
+Retry-After. In its turn it reserves workers, or reports why it cannot and queues again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
@@ -19,35 +20,21 @@ from router.admission.queue import AdmissionRate, Entry, ModelQueue, NoAdapterSl
 from router.admission.tenants import Tenants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from pdserve.types import GenerateRequest
+    from pdserve.config import QueueConfig
+    from pdserve.types import GenerateRequest, Regions
 
 # Cap of the predicted length of an answer: most answers end before max_tokens.
 PREDICTED_OUTPUT_TOKENS = 256
-# Largest share of the running requests that may be of the batch class. The rest is kept free, so
-# that an interactive request does not wait for a batch answer to end.
+# Largest share of running requests in the batch class. The rest stays free, so that an interactive
+# request does not wait for a batch answer to end.
 BATCH_SHARE = 0.75
-# Retry-After if no worker is ready and nothing says when one will be.
+# Retry-After if no worker is ready and none is known to be starting.
 UNAVAILABLE_RETRY_AFTER_S = 5.0
-# A queued request looks at least this often whether its model has no workers any more.
+# Longest interval between two checks of a queued request that its model still has workers.
 MIN_CHECK_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionLimits:
-    """Limits of admission.
-
-    `max_running_requests`: 0 means the number of slots of all engines. `queue_timeout_s`: longest
-    wait for a missing worker. `max_ttft_s`: interactive requests with a higher predicted TTFT are
-    rejected; 0 rejects none.
-    """
-
-    max_running_requests: int = 0
-    max_queued_requests: int = 1024
-    queue_timeout_s: float = 30.0
-    max_ttft_s: float = 0.0
 
 
 class LatencyEstimate(NamedTuple):
@@ -61,7 +48,7 @@ class LatencyEstimate(NamedTuple):
 
 class LatencyModel(Protocol):
     def estimate(self, model: str, prompt_tokens: int, max_tokens: int) -> LatencyEstimate | None:
-        """Predict the times of a request. Return None while too little was measured."""
+        """Predict the times of a request. Return None while there are too few measurements."""
         ...
 
 
@@ -85,7 +72,7 @@ class Slot:
         """Wait until the request may try to reserve workers.
 
         Raises Overloaded if the SLO cannot be met; Unavailable if the deadline cannot be met, or no
-        worker was ready within `queue_timeout_s`; DeadlineExceeded if the deadline has passed.
+        worker was ready within the queue's timeout; DeadlineExceeded if the deadline has passed.
         """
         await self._admission.turn_of(self._entry)
 
@@ -110,13 +97,12 @@ class Slot:
 @dataclass(slots=True)
 class _Model:
     """State of one model. `in_turn`: the queued request that has its turn. `missing`: why no worker
-    could serve the request that had the last turn, and since when."""
+    could serve the request that had the last turn, and since when, by where requests may be."""
 
     queue: ModelQueue = field(default_factory=ModelQueue)
     rate: AdmissionRate = field(default_factory=AdmissionRate)
     in_turn: Entry | None = None
-    missing: Unavailable | None = None
-    missing_since: float = 0.0
+    missing: dict[Regions, tuple[Unavailable, float]] = field(default_factory=dict)
 
 
 class AdmissionController:
@@ -124,8 +110,9 @@ class AdmissionController:
 
     def __init__(
         self,
-        limits: AdmissionLimits,
+        queue: QueueConfig,
         *,
+        max_ttft_s: float = 0.0,
         tenants: Tenants | None = None,
         latency: LatencyModel | None = None,
         slots: Callable[[], int] = int,
@@ -136,7 +123,7 @@ class AdmissionController:
         self.running = 0
         self.queued = 0
         self.tenants = tenants or Tenants()
-        self._limits = limits
+        self._queue, self._max_ttft_s = queue, max_ttft_s
         self._latency, self._slots = latency, slots
         self._now = clock or asyncio.get_running_loop().time
         self._models = defaultdict[str, _Model](_Model)
@@ -147,6 +134,33 @@ class AdmissionController:
     def queued_of(self, model: str) -> int:
         state = self._models.get(model)
         return 0 if state is None else len(state.queue)
+
+    def queue_wait_s(self, model: str) -> float:
+        """Return the predicted wait in the queue of a new interactive request."""
+        state = self._models.get(model)
+        if state is None or not len(state.queue):
+            return 0.0
+        return state.rate.wait_s(state.queue.interactive_work(), self._now()) or 0.0
+
+    @contextmanager
+    def elsewhere(self, request: GenerateRequest) -> Iterator[None]:
+        """Charge the tenant for a request that another region serves. One that is not served costs
+        nothing. Raises Overloaded, naming the exceeded limit."""
+        began, n = self._now(), request.sampling.n
+        entry = self._charged(request, 0, began)
+        try:
+            yield
+        except PdserveError:
+            entry.account.refund(entry.work_tokens, n)
+            raise
+        except BaseException:
+            entry.account.leave(self._now() - began, n)
+            raise
+        entry.account.leave(self._now() - began, n)
+
+    def use_max_ttft(self, seconds: float) -> None:
+        """Change `max_ttft_s` of the limits."""
+        self._max_ttft_s = seconds
 
     def enter(self, request: GenerateRequest, *, kv_tokens: int = 0) -> Slot:
         """Charge a request to its tenant, and give it its turn or queue it. `kv_tokens`: largest KV
@@ -159,7 +173,7 @@ class AdmissionController:
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineExceeded("the deadline passed before the request was admitted")
         if self._wakes_soon:
-            self._wake()  # capacity was released: queued requests go before this one
+            self._wake()  # queued requests take released capacity before this one
         entry = self._charged(request, kv_tokens, now)
         model = self._models[request.model]
         try:
@@ -183,16 +197,17 @@ class AdmissionController:
             await asyncio.wait((entry.turn,), timeout=timeout_s)
 
     def wait(self, entry: Entry, reason: Unavailable) -> None:
-        """End the turn of a request that found no workers because of `reason`."""
+        """End the turn of a request that got no workers; `reason` says why."""
         model, now = self._models[entry.request.model], self._now()
+        regions = entry.request.regions
         self._release_slot(model, entry)
         if isinstance(reason, NoRoom):
-            model.missing = None
+            model.missing.pop(regions, None)
             entry.waits_for_adapter = isinstance(reason, NoAdapterSlot)
         else:
-            if model.missing is None:
-                model.missing_since = now
-            model.missing = copy(reason)  # its traceback would keep the request
+            _, since = model.missing.get(regions, (reason, now))
+            # A copy: its traceback would keep the request.
+            model.missing[regions] = (copy(reason), since)
         if not entry.is_queued:
             self._push(model, entry, now)
         model.queue.block(entry)
@@ -202,14 +217,14 @@ class AdmissionController:
         """End the turn of a request that has reserved workers."""
         name = entry.request.model
         model = self._models[name]
-        model.missing = None
+        model.missing.pop(entry.request.regions, None)
         if entry.is_queued:
             now = self._now()
             model.in_turn = None
             model.queue.admitted(entry, now)
             model.rate.admitted(entry.work_tokens, now)
             self._dequeued(model, entry, now)
-            # Models that admitted a request go to the end, so that none takes all the capacity.
+            # Models that admitted a request go to the end, so that no model takes all the capacity.
             self._models[name] = self._models.pop(name)
             self._offer_all()
 
@@ -231,13 +246,13 @@ class AdmissionController:
             self._offer(model)  # requests behind it may fit
 
     def _timeout_s(self, model: _Model, entry: Entry, now: float) -> float:
-        """Return the seconds until the next check of a queued request. Raises an error if it would
-        be late, or if there were no workers for too long."""
-        patience_s = self._limits.queue_timeout_s
-        missing, since = model.missing, now
+        """Return the seconds until the next check of a queued request. Raises its `late_reason` if
+        it is late, and Unavailable if no worker was ready for the queue's timeout."""
+        patience_s = self._queue.timeout_s
         looks_at = now + max(MIN_CHECK_S, patience_s)
+        missing, since = model.missing.get(entry.request.regions, (None, now))
         if missing is not None:
-            since = max(entry.arrived, model.missing_since)
+            since = max(entry.arrived, since)
             looks_at = since + patience_s
         until = min(entry.latest_start, entry.deadline, looks_at)
         if now < until:
@@ -253,7 +268,8 @@ class AdmissionController:
         )
 
     def wake(self) -> None:
-        """Offer turns to queued requests. Call when workers or capacity may be free."""
+        """Offer turns to queued requests. Call when workers or capacity may have become
+        available."""
         self._wakes_soon = False
         for model in self._models.values():
             model.queue.unblock(after_scan=model.in_turn is not None)
@@ -297,7 +313,7 @@ class AdmissionController:
         if estimate is None:
             return latest, Refusal.DEADLINE_UNREACHABLE
         latest -= sum(estimate)
-        limit_s = self._limits.max_ttft_s
+        limit_s = self._max_ttft_s
         has_slo = request.service_class is ServiceClass.INTERACTIVE and not request.resume
         if limit_s and has_slo:
             # A prompt whose prefill alone exceeds the limit would be rejected at every retry. So it
@@ -309,7 +325,7 @@ class AdmissionController:
 
     @property
     def _most_running(self) -> int:
-        return self._limits.max_running_requests or max(1, self._slots())
+        return self._queue.max_running_requests or max(1, self._slots())
 
     def _has_slot(self, entry: Entry) -> bool:
         if entry.is_batch and not self._has_batch_slot:
@@ -322,11 +338,12 @@ class AdmissionController:
         return self._running_batch < most
 
     def _check_queue(self, model: _Model, entry: Entry, now: float) -> None:
-        """Raise an error if the queue is full, or so long that the request would be late."""
+        """Raise Overloaded if the queue is full, or the `late_reason` of a request that would be
+        late."""
         wait_s = model.rate.wait_s(model.queue.work_before(entry), now) or 0.0
         if now + wait_s > entry.latest_start:
             raise self._late(model, entry, now + wait_s - entry.latest_start, now)
-        limit = self._limits.max_queued_requests
+        limit = self._queue.max_queued_requests
         share = math.ceil(self.tenants.share(entry.request.tenant) * limit)
         if self.queued < limit and self._queued_of_tenant[entry.request.tenant] < share:
             return
@@ -343,10 +360,10 @@ class AdmissionController:
         retry_after_s = max(model.rate.retry_after_s(now), float(math.ceil(late_s)))
         kind: type[PdserveError] = Unavailable
         by = f"{late_s:.2f} s" if late_s >= 0.01 else "just"
-        told = f"the answer is predicted {by} after its deadline"
+        late = f"the answer is predicted {by} after its deadline"
         if entry.late_reason is Refusal.SLO_UNREACHABLE:
-            kind, told = Overloaded, f"the predicted TTFT is {by} over the limit"
-        text = f"{told}; retry in {retry_after_s:.0f} s"
+            kind, late = Overloaded, f"the predicted TTFT is {by} over the limit"
+        text = f"{late}; retry in {retry_after_s:.0f} s"
         return kind(text, retry_after_s=retry_after_s, reason=entry.late_reason)
 
     def _push(self, model: _Model, entry: Entry, now: float) -> None:

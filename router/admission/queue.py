@@ -1,17 +1,17 @@
 """Order in which the queued requests of one model are admitted, and how fast. No I/O, no clock.
 
-The first request in order gets a turn to reserve workers. One that finds no capacity is blocked,
-and a smaller one behind it gets the next turn.
+The first request in order gets a turn to reserve workers. A request that finds no capacity is
+blocked, and a smaller one behind it gets the next turn.
 
 1. Interactive requests go before batch requests. After INTERACTIVE_RUN interactive requests in a
    row, one batch request goes first.
 2. Within a class, tenants share by weight: start-time fair queueing over predicted tokens (Goyal,
    Vin and Cheng, 1996).
 3. Within a tenant, the request with the lowest (priority, due time, arrival) goes first.
-4. Of a session, one request at a time takes part in this. The next one counts as if it had arrived
-   when the one before it was admitted. So an agent that asks for fifty answers at once is served as
-   often as another one that waits for each, and nobody gains by naming a session, or another one
-   for every request. A request without a session is one by itself.
+4. Only one request per session competes. Its successor competes as if it had arrived when that one
+   was admitted. An agent that sends fifty requests at once is therefore served as often as an agent
+   that waits for each answer, and naming a session, or a new one per request, gains nothing. A
+   request without a session counts as its own session.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from itertools import chain, count, takewhile
+from itertools import count, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from router.admission.tenants import Tenant
 
 INTERACTIVE_RUN = 8
-# A request that finds no capacity is passed by at most this many that do.
+# At most this many later requests are admitted before a request that finds no capacity.
 MAX_PASSES = 16
-# Blocked requests after which no further one gets a turn: each turn runs the placement policy.
-# Those that wait for a slot of their LoRA adapter count separately: they block only requests like
-# themselves.
+# No further request gets a turn after this many are blocked, because each turn runs the placement
+# policy. Requests that wait for a slot of their LoRA adapter count separately, because they block
+# only requests for that adapter.
 MAX_BLOCKED = 4
 MAX_BLOCKED_BY_ADAPTER = 16
 RATE_WINDOW = 64
 RATE_MIN_SAMPLES = 8
-DEFAULT_RETRY_AFTER_S = 1.0  # while no rate was measured
+DEFAULT_RETRY_AFTER_S = 1.0  # until a rate was measured
 MAX_RETRY_AFTER_S = 600.0
 # A queued request is due this long after its arrival, so that short prompts go first but long ones
 # are not starved.
@@ -53,22 +53,22 @@ _rank = attrgetter("rank")
 
 
 class NoRoom(Unavailable):
-    """The workers have no room for a request now, but will have."""
+    """The workers have no capacity for a request now, but will have."""
 
 
 class NoAdapterSlot(NoRoom):
-    """The workers run their maximum of other LoRA adapters."""
+    """All adapter slots (max_loras) of the workers run other LoRA adapters."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
     """A request from its arrival until its slot is released.
 
-    `work_tokens`: predicted tokens to compute. `kv_tokens`: the most KV it may hold, in tokens.
-    `passed`: how many later requests were admitted before it. `waits_for_adapter`: it found no slot
-    for its LoRA adapter. A request that is admitted after `latest_start` breaks its deadline or its
-    SLO; `late_reason` says which. `has_slot`: it has its turn, or runs. `turn` is done when its
-    turn has come.
+    `work_tokens`: predicted tokens to compute. `kv_tokens`: largest KV it may hold, in tokens.
+    `passed`: number of later requests admitted before it. `waits_for_adapter`: it found no slot for
+    its LoRA adapter. A request admitted after `latest_start` misses its deadline or its SLO;
+    `late_reason` is the error. `has_slot`: it has its turn, or runs. `turn` completes when its turn
+    begins.
     """
 
     request: GenerateRequest
@@ -86,8 +86,8 @@ class Entry:
     rank: tuple[int, float, int] = (0, 0.0, 0)
 
     def rank_at(self, arrival: int, since: float | None = None) -> tuple[int, float, int]:
-        """Return the order within a tenant. Short prompts are due sooner. `since`: when it counts
-        as having arrived, if that is not when it did."""
+        """Return the order within a tenant. Short prompts are due sooner. `since`: overrides the
+        arrival time."""
         begins = self.arrived if since is None else since
         due = begins + DUE_S_PER_PROMPT_TOKEN * self.prompt_tokens
         return self.request.priority, min(due, self.latest_start), arrival
@@ -114,17 +114,16 @@ class Entry:
 
     @property
     def is_passed(self) -> bool:
-        """True if no later request may be admitted before this one any more."""
+        """True if no more later requests may be admitted before this one."""
         return self.passed >= MAX_PASSES
 
 
 @dataclass(slots=True)
 class _Line:
-    """Queued requests of one tenant and class. Those behind others of their session come last.
-
-    `start`: virtual start time of the first one. `first`: the first request of each session, in
-    order of rank. `heads`: the same by session, without those that have none. `behind`: the other
-    requests of a session, in order of rank.
+    """Queued requests of one tenant and class. Requests behind others of their session are last.
+    `start`: virtual start time of the first request. `first`: the first request of each session, in
+    order of rank. `heads`: the same by session id. `behind`: the other requests of a session, in
+    order of rank.
     """
 
     weight: float
@@ -132,17 +131,16 @@ class _Line:
     first: list[Entry] = field(default_factory=list)
     heads: dict[str, Entry] = field(default_factory=dict)
     behind: dict[str, list[Entry]] = field(default_factory=dict)
+    work_tokens: int = 0  # of all
+    _first_tokens: int = 0
 
     def __iter__(self) -> Iterator[Entry]:
         yield from self.first
         for entries in self.behind.values():
             yield from entries
 
-    @property
-    def work_tokens(self) -> int:
-        return sum(entry.work_tokens for entry in self)
-
     def add(self, entry: Entry) -> None:
+        self.work_tokens += entry.work_tokens
         session = entry.request.session
         head = self.heads.get(session)
         if head is not None:
@@ -150,48 +148,58 @@ class _Line:
             insort(self.behind.setdefault(session, []), second, key=_rank)
             if first is head:
                 return
-            self._drop(self.first, head)
+            self._drop_first(head)
         if session:
             self.heads[session] = entry
-        insort(self.first, entry, key=_rank)
+        self._add_first(entry)
 
     def remove(self, entry: Entry, admitted_at: float | None = None) -> None:
-        """Remove a request: it gave up, or was admitted."""
+        """Remove a request that gave up or was admitted."""
+        self.work_tokens -= entry.work_tokens
         session = entry.request.session
         queued = self.behind.get(session, [])
         if self.heads.get(session, entry) is not entry:
             self._drop(queued, entry)
         else:
-            self._drop(self.first, entry)
+            self._drop_first(entry)
             self.heads.pop(session, None)
             if queued:
                 head = self.heads[session] = queued.pop(0)
                 if admitted_at is not None:
                     head.rank = head.rank_at(head.rank[-1], admitted_at)
-                insort(self.first, head, key=_rank)
+                self._add_first(head)
         if not queued:
             self.behind.pop(session, None)
+
+    def _add_first(self, entry: Entry) -> None:
+        insort(self.first, entry, key=_rank)
+        self._first_tokens += entry.work_tokens
+
+    def _drop_first(self, entry: Entry) -> None:
+        self._drop(self.first, entry)
+        self._first_tokens -= entry.work_tokens
 
     @staticmethod
     def _drop(entries: list[Entry], entry: Entry) -> None:
         del entries[bisect_left(entries, entry.rank, key=_rank)]
 
     def work_before(self, entry: Entry) -> int:
-        """Return the tokens of the requests that would be admitted before `entry`."""
+        """Return the work ahead of `entry`, in tokens."""
         session = entry.request.session
         if session not in self.heads:
             position = bisect_left(self.first, entry.rank_at(-1), key=_rank)
-            return sum(x.work_tokens for x in self.first[:position])
-        # Each other session has as many turns as this one before it comes to `entry`.
+            # Most requests are added last, so few are summed.
+            return self._first_tokens - sum(x.work_tokens for x in self.first[position:])
+        # Before `entry`, each other session has as many turns as this one.
         turns = 1 + len(self.behind.get(session, ()))
         others = (x for queued in self.behind.values() for x in queued[:turns])
-        return sum(x.work_tokens for x in chain(self.first, others))
+        return self._first_tokens + sum(x.work_tokens for x in others)
 
 
 class ModelQueue:
-    """Queued requests of one model, by class and tenant. `_blocked`: those that found no capacity
-    since the last `unblock`. `_is_scanned`: no other one may have a turn until then, unless
-    `_scans_again`."""
+    """Queued requests of one model, by class and tenant. `_blocked`: requests that found no
+    capacity since the last `unblock`. `_is_scanned`: no other request gets a turn until the next
+    `unblock`, unless `_scans_again`."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -220,13 +228,13 @@ class ModelQueue:
         line.add(entry)
         entry.is_queued = True
         self._size += 1
-        # It may fit where the requests before it do not.
+        # It may fit although the requests before it do not.
         self._is_scanned &= any(map(entry.is_behind, self._blocked))
 
     def remove(self, entry: Entry, admitted_at: float | None = None) -> None:
-        """Remove a request that gave up or was rejected, or was admitted at a time."""
+        """Remove a request that gave up, was rejected, or was admitted at `admitted_at`."""
         if entry in self._blocked:
-            # Those behind it may fit.
+            # Requests behind it may fit.
             self._blocked.remove(entry)
             self._is_scanned = False
         kind, lines = entry.request.service_class, self._lines[entry.request.service_class]
@@ -239,8 +247,8 @@ class ModelQueue:
     def admitted(self, entry: Entry, now: float) -> None:
         """Remove a request that was admitted, and charge its tenant."""
         for other in takewhile(lambda x: x is not entry, self.in_order()):
-            # A request without an adapter takes nothing from those that wait for the slot of
-            # theirs. So it may pass them any number of times.
+            # A request without an adapter takes no adapter slot, so it may pass requests that wait
+            # for one any number of times.
             if other in self._blocked:
                 other.passed += bool(entry.request.adapter_key or not other.waits_for_adapter)
         kind = entry.request.service_class
@@ -262,8 +270,8 @@ class ModelQueue:
                 yield from line
 
     def next_turn(self, *, with_batch: bool = True) -> Entry | None:
-        """Return the first request that may fit. Return None if all are blocked or behind one that
-        is, or enough are blocked."""
+        """Return the first request that may fit. Return None if all are blocked or behind a blocked
+        one, or enough are blocked."""
         if self._is_scanned:
             return None
         entry = self._scan(with_batch=with_batch)
@@ -293,15 +301,18 @@ class ModelQueue:
         self._blocked.append(entry)
 
     def unblock(self, *, after_scan: bool = False) -> None:
-        """Let blocked requests have a turn again: there may be more capacity. `after_scan`: when
-        the requests after them have had theirs, however often the capacity changes meanwhile."""
+        """Let blocked requests have a turn again, because capacity may have become available.
+        `after_scan`: only once the current scan has reached the end of the queue."""
         self._scans_again = after_scan
         if not after_scan:
             self._blocked, self._is_scanned = [], False
 
+    def interactive_work(self) -> int:
+        """Return the work of the queued interactive requests, in tokens."""
+        return sum(x.work_tokens for x in self._lines[ServiceClass.INTERACTIVE].values())
+
     def work_before(self, entry: Entry) -> float:
-        """Return the tokens of its class that would be admitted before `entry` if it were queued
-        now."""
+        """Return the work ahead of `entry` in its class, in tokens, if it were queued now."""
         mine = self._lines[entry.request.service_class].get(entry.request.tenant)
         if mine is None:
             return 0.0
@@ -317,7 +328,7 @@ class AdmissionRate:
     def __init__(self) -> None:
         self._count = 0
         self._mean_s = self._mean_tokens = 0.0
-        self._since: float | None = None  # of the last admission, or of the backlog
+        self._since: float | None = None  # time of the last admission, or start of the backlog
         self._last_retry = 0.0
 
     def set_backlog(self, has_backlog: bool, now: float) -> None:
@@ -334,8 +345,8 @@ class AdmissionRate:
         self._since = now
 
     def interval_s(self, now: float) -> float | None:
-        """Return the mean time between two admissions, None if too few were seen. It grows while
-        nothing is admitted, slowly: workers admit in bursts, with a step between two."""
+        """Return the mean time between two admissions, None after too few. It grows while nothing
+        is admitted, slowly, because workers admit in bursts, one per step."""
         if self._count < RATE_MIN_SAMPLES:
             return None
         since_last_s = 0.0 if self._since is None else now - self._since
@@ -343,13 +354,14 @@ class AdmissionRate:
         return max(self._mean_s + longer_s, 1e-6)
 
     def wait_s(self, work_tokens: float, now: float) -> float | None:
-        """Return the time to admit `work_tokens`, None if too few admissions were seen."""
+        """Return the time to admit `work_tokens`, None after too few admissions."""
         interval_s = self.interval_s(now)
         return None if interval_s is None else work_tokens / self._mean_tokens * interval_s
 
     def retry_after_s(self, now: float) -> float:
-        """Return the Retry-After of one more rejected request, in whole seconds: one interval after
-        the retry of the request that was rejected before, so that not all retry at once."""
+        """Return the Retry-After of one more rejected request, in whole seconds. It is one interval
+        after the retry of the previously rejected request, so that they do not all retry at
+        once."""
         interval_s = self.interval_s(now) or DEFAULT_RETRY_AFTER_S
         self._last_retry = min(max(self._last_retry, now) + interval_s, now + MAX_RETRY_AFTER_S)
         return float(max(1, math.ceil(self._last_retry - now)))

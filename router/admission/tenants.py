@@ -13,24 +13,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from pdserve.errors import PdserveError
-
 # Estimate for English text in JSON.
 BYTES_PER_TOKEN = 4
-# An image of so many bytes is about one token of a prompt: a photograph of 1 MiB, about 1,000.
+# Bytes of an image per prompt token, roughly: a photograph of 1 MiB has about 1,000 tokens.
 IMAGE_BYTES_PER_TOKEN = 1024
-BURST_S = 60.0  # a bucket holds as much as its rate yields in this time
+BURST_S = 60.0  # size of a bucket, in seconds of its rate
 
 
 class TokenBucket:
     """Token bucket that fills at `rate` per second up to `size`. A rate of 0 is no limit.
 
-    A charge larger than `size` is possible when the bucket is full, which is then in debt.
-    Otherwise large requests would be rejected forever.
+    A full bucket accepts a charge larger than `size` and is then in debt. Otherwise large requests
+    would be rejected forever.
     """
 
     def __init__(self, per_minute: float, burst_s: float = BURST_S) -> None:
-        self.rate = per_minute / 60.0
+        self.rate, self._burst_s = per_minute / 60.0, burst_s
         self.size = max(1.0, self.rate * burst_s)
         self.level = self.size
         self._filled_at: float | None = None
@@ -53,9 +51,21 @@ class TokenBucket:
         self._next_retry = retry + min(amount, self.size) / self.rate
         return retry - now
 
+    def share_left(self, now: float) -> float:
+        """Return the part of the size that is left, 0 to 1."""
+        self.wait_s(0.0, now)
+        return max(0.0, self.level / self.size) if self.rate else 1.0
+
     def take(self, amount: float) -> None:
         """Take `amount`. A negative amount is returned to the bucket."""
         self.level = min(self.size, self.level - amount)
+
+    def change_rate(self, per_minute: float) -> None:
+        """Change the rate. The fill level stays the same share of the size."""
+        share = self.level / self.size if self.rate else 1.0
+        self.rate = per_minute / 60.0
+        self.size = max(1.0, self.rate * self._burst_s)
+        self.level = share * self.size
 
 
 class Tenant:
@@ -69,9 +79,23 @@ class Tenant:
         self._tokens = TokenBucket(config.tokens_per_minute)
         self._mean_duration_s = 0.0
 
+    def use(self, config: TenantConfig) -> None:
+        """Use other limits from now on."""
+        self.weight, self._config = config.weight, config
+        self._requests.change_rate(config.requests_per_minute)
+        self._tokens.change_rate(config.tokens_per_minute)
+
+    @property
+    def allowed_models(self) -> frozenset[str] | None:
+        """The models that its requests may use, None for all."""
+        return frozenset(self._config.allowed_models) or None
+
+    def budget_left(self, now: float) -> float:
+        """Return the share of its rates that is left, 0 to 1."""
+        return min(self._requests.share_left(now), self._tokens.share_left(now))
+
     def enter(self, tokens: int, now: float, answers: int = 1) -> None:
-        """Charge a request with this number of answers. Raises Overloaded, naming the limit that it
-        exceeds."""
+        """Charge a request with `answers` answers. Raises Overloaded, naming the exceeded limit."""
         name, limit = self._config.name, self._config.max_concurrent_requests
         count = self._count(answers)
         if limit and self.open_requests + count > limit:
@@ -91,7 +115,7 @@ class Tenant:
 
     def charge(self, tokens: int, now: float, requests: int = 1) -> None:
         """Charge tokens and requests to the rates, without an open request. Raises Overloaded,
-        naming the limit that is exceeded."""
+        naming the exceeded limit."""
         name = self._config.name
         # Check both limits before taking from either.
         for bucket, amount, unit, reason in (
@@ -99,9 +123,9 @@ class Tenant:
             (self._tokens, tokens, "tokens", Refusal.TENANT_TOKEN_RATE),
         ):
             if bucket.wait_s(amount, now):
-                told = f"may use {60 * bucket.rate:g} {unit} a minute"
+                rate = f"may use {60 * bucket.rate:g} {unit} a minute"
                 raise _exceeded(
-                    f"tenant {name} {told}, and this request counts as {amount}",
+                    f"tenant {name} {rate}, and this request counts as {amount}",
                     bucket.retry_after_s(amount, now),
                     reason,
                 )
@@ -130,18 +154,28 @@ class Tenants:
     """The configured tenants. Without any, every request is accepted."""
 
     def __init__(self, tenants: Iterable[TenantConfig] = ()) -> None:
-        self._tenants = {tenant.name: Tenant(tenant) for tenant in tenants}
+        self._tenants: dict[str, Tenant] = {}
         self._anyone = Tenant(TenantConfig(name="anyone"))
-        self._total_weight = sum(tenant.weight for tenant in self._tenants.values())
+        self.use(tenants)
+
+    def use(self, tenants: Iterable[TenantConfig]) -> None:
+        """Use these tenants from now on. A removed tenant stays known for its open requests and
+        batches."""
+        self._names = []
+        for config in tenants:
+            self._names.append(config.name)
+            self._tenants.setdefault(config.name, Tenant(config)).use(config)
+        self._total_weight = sum(self._tenants[name].weight for name in self._names)
 
     def __getitem__(self, name: str) -> Tenant:
-        return self._tenants[name] if self._tenants else self._anyone
+        """Return the tenant with this name; "" is the router itself."""
+        return self._tenants[name] if name and self._tenants else self._anyone
 
     def names(self) -> list[str]:
-        return list(self._tenants)
+        return self._names
 
     def share(self, name: str) -> float:
-        """Return the tenant's weight over that of all tenants."""
+        """Return the tenant's share of the sum of all weights."""
         return self[name].weight / self._total_weight if self._tenants else 1.0
 
     def concurrent(self, name: str) -> int:
@@ -154,21 +188,19 @@ _FREE = nullcontext()
 
 class Door:
     """Charges tenants for bodies by size before they are read, so that rejected bodies and bodies
-    that are only tokenised are limited too.
-
-    A request for answers gets these tokens back once it is prepared, because admission charges its
-    prompt and answer. `refused` is called for each rejected body with the model, "" because it is
-    not known yet, the tenant and the error.
+    that are only tokenised are limited too. A generation request gets these tokens back once it is
+    prepared, because admission charges its prompt and answer. `refused` is called for each rejected
+    body with the model ("", not known yet), the tenant, and the error's code and reason.
     """
 
     def __init__(
         self,
         tenants: Tenants,
         clock: Callable[[], float],
-        refused: Callable[[str, str, PdserveError], None],
+        refused: Callable[[str, str, str, str], None],
     ) -> None:
         self._tenants, self._now, self._refused = tenants, clock, refused
-        # Without tenants nobody has a rate, and every request would pay for looking.
+        # Without tenants there are no rates: skip the look-up for every request.
         self._charges = bool(tenants.names())
 
     def charge(
@@ -176,16 +208,24 @@ class Door:
     ) -> AbstractContextManager[object]:
         """Charge a body of `size` bytes, of which `images` are of images. `requests` is 1 for a
         body that admission does not count. Raises Overloaded if a rate of the tenant is used up.
-        The context that is returned gives the tokens back if it ends without an error."""
+        The returned context returns the tokens if it ends without an error."""
         if not self._charges:
             return _FREE
         tokens = (size - images) // BYTES_PER_TOKEN + images // IMAGE_BYTES_PER_TOKEN
         try:
             self._tenants[tenant].charge(tokens, self._now(), requests)
         except Overloaded as error:
-            self._refused("", tenant, error)
+            self._refused("", tenant, error.code, error.reason)
             raise
         return self._given_back(tenant, tokens)
+
+    def allowed_models(self, tenant: str) -> frozenset[str] | None:
+        """Return the models that requests of a tenant may use, None for all."""
+        return self._tenants[tenant].allowed_models if self._charges else None
+
+    def budget_left(self, tenant: str) -> float:
+        """Return the share of a tenant's rates that is left, 0 to 1."""
+        return self._tenants[tenant].budget_left(self._now())
 
     @contextmanager
     def _given_back(self, tenant: str, tokens: int) -> Iterator[None]:

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
+from msgspec import structs
 
 from pdserve import wire
 from pdserve.config import is_address
@@ -19,33 +20,29 @@ from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
-from router.fleet.accounting import WORKER_LOST
+from router.api.audit import rpc_caller
+from router.fleet.billing import WORKER_LOST
+from router.fleet.view import pair_views, worker_views
 from router.placement.decisions import explained
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pdserve.observe.audit import AuditLog
     from pdserve.types import Account
-    from router.fleet.accounting import Accounting
-    from router.fleet.health import Breaker
-    from router.fleet.member import Member
-    from router.fleet.on_demand import OnDemandModels
-    from router.fleet.registry import Fleet
-    from router.metrics import RouterMetrics
-    from router.operations.adapters import ServedAdapters
-    from router.operations.autoscaler import Loads, Verdict
-    from router.operations.drain import Drainer, RoleChanger
-    from router.placement.cost import CostModel
-    from router.placement.decisions import DecisionLog
-    from router.placement.revisions import RevisionShares
-    from router.request.request import RequestServer
+    from router.control.adapters import ServedAdapters
+    from router.control.autoscaler import Autoscaler
+    from router.control.open import WorkerControl
+    from router.fleet.view import WorkerView
+    from router.request_path import RequestPath
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
+
 logger = logging.getLogger(__name__)
 
-_MAX_CRASH_LOOPS = 1024  # in one report
+_MAX_CRASH_LOOPS = 1024  # per report
 
 Method = TypeVar("Method", bound="Callable[..., Any]")
 
@@ -68,26 +65,16 @@ class RegistryService(RegistryServicer):
 
     def __init__(
         self,
-        fleet: Fleet,
-        requests: RequestServer,
-        *,
-        accounting: Accounting,
-        adapters: ServedAdapters,
-        shares: RevisionShares,
-        costs: CostModel,
-        on_demand: OnDemandModels | None,
-        roles: Mapping[str, Verdict],
-        loads: Mapping[str, Loads],
+        path: RequestPath,
+        autoscaler: Autoscaler,
+        served: ServedAdapters,
+        tool_remarks: Callable[[], list[tuple[str, str]]],
     ) -> None:
-        self._fleet = fleet
-        self._requests = requests
-        self._accounting = accounting
-        self._adapters = adapters
-        self._shares = shares
-        self._costs = costs
-        self._on_demand = on_demand
-        self._roles = roles
-        self._loads = loads
+        """`served` follows the adapters that workers report. `tool_remarks` returns models and why
+        their tool calls are limited."""
+        self._path, self._autoscaler, self._served = path, autoscaler, served
+        self._fleet, self._billing = path.workers.fleet, path.workers.billing
+        self._tool_remarks = tool_remarks
 
     async def Register(  # noqa: N802
         self, request: w.RegisterRequest, context: Context
@@ -97,13 +84,19 @@ class RegistryService(RegistryServicer):
             _check_address(info.address, "worker.address")
             _check_address(info.session_address, "worker.session_address")
             adapters = [wire.adapter_from_pb(x) for x in request.adapters]
-            died = self._fleet.register(info, draining=request.draining, adapters=adapters)
+            died = self._fleet.register(
+                info,
+                draining=request.draining,
+                adapters=adapters,
+                weights=wire.weights_from_pb(request.weights),
+                updating=request.updating,
+            )
         except InvalidRequest as error:
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
         if died is not None:
-            self._accounting.wasted(died.info, WORKER_LOST, died.open_s)
+            self._billing.wasted(died.info, WORKER_LOST, died.open_s)
         members = self._fleet.members
-        self._adapters.report(members[info.worker_id], members.values())
+        self._served.report(members[info.worker_id], members.values())
         return w.RegisterResponse(lease_s=self._fleet.lease_s)
 
     @_aborting
@@ -121,18 +114,20 @@ class RegistryService(RegistryServicer):
             adapters=[wire.adapter_from_pb(x) for x in request.adapters],
             gpus=request.gpus,
             account=account,
+            weights=wire.weights_from_pb(request.weights),
+            updating=request.updating,
         )
         if member is None:
             unknown = Unavailable(f"worker {worker_id} is not registered")
             await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
         if account is not None:
-            self._accounting.reported(member.info, account)
-        self._adapters.report(member, self._fleet.members.values())
+            self._billing.reported(member.info, account)
+        self._served.report(member, self._fleet.members.values())
         if request.moving or request.draining:
             # A draining worker can wait. Until it sets `moving`, move only requests whose KV can
             # be sent along: any other move computes the prompt again.
             reason = f"worker {worker_id} is draining"
-            self._requests.move_off(worker_id, reason, live_only=not request.moving)
+            self._path.generating.move_off(worker_id, reason, live_only=not request.moving)
         return w.RenewResponse(lease_s=self._fleet.lease_s)
 
     @_aborting
@@ -143,19 +138,30 @@ class RegistryService(RegistryServicer):
             request.worker_id, request.instance_id, failure=request.failure
         )
         if member is not None and (account := _account(request)) is not None:
-            self._accounting.reported(member.info, account)
+            self._billing.reported(member.info, account)
         return w.DeregisterResponse()
 
     async def ListWorkers(  # noqa: N802
         self, request: w.ListWorkersRequest, context: Context
     ) -> w.ListWorkersResponse:
-        fleet, now = self._fleet, self._fleet.now()
+        fleet = self._fleet
         return w.ListWorkersResponse(
-            workers=[self._entry(member, now) for member in fleet.shown().values()],
+            workers=[self._entry(view) for view in worker_views(fleet)],
             topology=fleet.topology,
+            draining=self._path.peers.draining,
+            peers=[
+                w.PeerEntry(
+                    region=x.region,
+                    address=x.address,
+                    reason=x.reason,
+                    delay_s=x.delay_s,
+                    models=[name for name, load in sorted(x.models.items()) if load.workers],
+                )
+                for x in self._path.peers.views()
+            ],
             roles=[
                 w.ModelNote(model=x, text=v.text)
-                for x, v in sorted(self._roles.items())
+                for x, v in sorted(self._autoscaler.targets.items())
                 if x in fleet.models()
             ],
             needs=[
@@ -163,17 +169,24 @@ class RegistryService(RegistryServicer):
                 for model, needs in sorted(self._needs().items())
                 for role, need in needs.items()
             ],
-            on_demand=[w.ModelNote(model=x, text=text) for x, text in self._on_demand.texts()]
-            if self._on_demand is not None
+            on_demand=[w.ModelNote(model=x, text=text) for x, text in self._path.on_demand.texts()]
+            if self._path.on_demand is not None
             else (),
+            tools=[w.ModelNote(model=x, text=text) for x, text in self._tool_remarks()],
             disaggregation=[
-                w.ModelNote(model=x, text=self._costs.disaggregation(x)) for x in fleet.models()
+                w.ModelNote(model=x, text=self._path.costs.disaggregation(x))
+                for x in fleet.models()
             ],
             ejected_pairs=[
                 w.EjectedPair(
-                    prefill_worker=prefill, decode_worker=decode, **_breaker_fields(breaker, now)
+                    prefill_worker=pair.prefill,
+                    decode_worker=pair.decode,
+                    reason=pair.breaker.reason,
+                    remaining_s=pair.breaker.remaining_s,
+                    failures=pair.breaker.failures,
                 )
-                for (prefill, decode), breaker in fleet.outliers.listed(now)
+                for pair in pair_views(fleet)
+                if pair.is_ejected
             ],
         )
 
@@ -189,32 +202,29 @@ class RegistryService(RegistryServicer):
         return w.ReportCrashLoopsResponse()
 
     def _needs(self) -> dict[str, dict[Role, float]]:
-        needs = {model: loads.needs for model, loads in self._loads.items()}
-        for model, load in () if self._on_demand is None else self._on_demand.loads():
+        needs = {model: loads.needs for model, loads in self._autoscaler.loads.items()}
+        for model, load in () if self._path.on_demand is None else self._path.on_demand.loads():
             known = needs.pop(model, {})
             if load is not None:
                 both = (Role.PREFILL, Role.DECODE)
                 needs[model] = {x: max(load, known.get(x, 0.0)) for x in both}
         return needs
 
-    def _entry(self, member: Member, now: float) -> w.WorkerEntry:
-        prefills, breaker = member.info.role is Role.PREFILL, member.breaker
-        report, placed = member.reported, member.placed
-        reserved_tokens = placed.reserved_blocks * member.info.block_size
+    def _entry(self, view: WorkerView) -> w.WorkerEntry:
         entry = w.WorkerEntry(
-            info=wire.worker_to_pb(member.info),
-            load=None if report.load is None else wire.load_to_pb(report.load),
-            state=member.state.value,
-            outstanding_requests=placed.outstanding_requests,
-            outstanding_tokens=placed.outstanding_tokens if prefills else reserved_tokens,
-            unhealthy=report.unhealthy,
-            adapters=sorted(report.adapters),
+            info=wire.worker_to_pb(view.info),
+            load=None if view.load is None else wire.load_to_pb(view.load),
+            state=view.state.value,
+            reason=view.reason,
+            outstanding_requests=view.placed_requests,
+            outstanding_tokens=view.placed_tokens,
+            unhealthy=view.unhealthy,
+            adapters=view.adapters,
+            weights_version=view.weights,
+            breaker=None if view.breaker is None else w.Breaker(**structs.asdict(view.breaker)),
         )
-        if shares := self._shares.by_model.get(member.info.model.name):
-            entry.revision_share = shares.get(member.info.revision, 0.0)
-        if breaker.until is not None:
-            state = breaker.state(now).value
-            entry.breaker.CopyFrom(w.Breaker(state=state, **_breaker_fields(breaker, now)))
+        if shares := self._path.shares.by_model.get(view.info.model.name):
+            entry.revision_share = shares.get(view.info.revision, 0.0)
         return entry
 
 
@@ -228,45 +238,41 @@ def _check_address(address: str, field: str) -> None:
         raise InvalidRequest(f"{field} is {address!r}, which is not host:port", field=field)
 
 
-def _breaker_fields(breaker: Breaker, now: float) -> dict[str, Any]:
-    remaining_s = breaker.remaining_s(now)
-    return {"reason": breaker.reason, "remaining_s": remaining_s, "failures": breaker.failures}
-
-
 class AdminService(AdminServicer):
-    """Explains placements, drains workers, changes roles and sets revision weights."""
+    """Explains placements, drains workers, changes roles, weights, and shares of revisions."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        *,
-        log: DecisionLog,
-        drainer: Drainer,
-        shares: RevisionShares,
-        roles: RoleChanger,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._log = log
-        self._fleet, self._drainer, self._shares = fleet, drainer, shares
-        self._roles = roles
-        self._metrics = metrics
+    def __init__(self, path: RequestPath, control: WorkerControl, audit: AuditLog) -> None:
+        self._fleet, self._shares, self._metrics = path.workers.fleet, path.shares, path.metrics
+        self._decisions, self._audit = path.decisions, audit
+        self._verdicts = path.guards.verdicts
+        self._drainer, self._roles = control.drainer, control.changer
+        self._router_drainer = control.router_drainer
+        self._weights = control.weights
 
     async def Explain(  # noqa: N802
         self, request: a.ExplainRequest, context: Context
     ) -> a.ExplainedRequest:
-        found = self._log.of(request.request_id)
-        if not found:
+        found = self._decisions.of(request.request_id)
+        verdicts = self._verdicts.of(request.request_id)
+        if not (found or verdicts):
             text = f"no decision for request {request.request_id} is kept"
             error = InvalidRequest(text, field="request_id")
             await rpc.abort(context, error, status=grpc.StatusCode.NOT_FOUND)
-        return explained(found)
+        explanation = explained(found, self._decisions.chosen.of(request.request_id))
+        explanation.request_id = explanation.request_id or request.request_id
+        explanation.guards.extend([a.GuardVerdict(**structs.asdict(x)) for x in verdicts])
+        return explanation
 
     @_aborting
     async def ChangeRole(  # noqa: N802
         self, request: a.ChangeRoleRequest, context: Context
     ) -> a.ChangeRoleResponse:
         role, drain_s = wire.role_from_pb(request.role), request.drain_timeout_s
-        return await self._roles.change(request.worker_id, role, drain_timeout_s=drain_s)
+        worker_id = request.worker_id
+        with self._audit.action(rpc_caller(context), "role", worker=worker_id, role=role) as line:
+            changed = await self._roles.change(worker_id, role, drain_timeout_s=drain_s)
+            line["result"] = changed.failure or "ok"
+            return changed
 
     # Responses are written, not yielded: if an RPC is cancelled, grpc leaves a generator that is
     # suspended at a yield to the garbage collector, which would close `steps` late.
@@ -280,22 +286,51 @@ class AdminService(AdminServicer):
             force=request.force,
             stop=request.stop,
         )
-        async with aclosing(steps):
-            async for progress in steps:
-                await context.write(progress)
+        details = {"worker": request.worker_id, "force": request.force, "stop": request.stop}
+        with self._audit.action(rpc_caller(context), "drain", **details):
+            async with aclosing(steps):
+                async for progress in steps:
+                    await context.write(progress)
 
     @_aborting
     async def UndrainWorker(  # noqa: N802
         self, request: a.UndrainWorkerRequest, context: Context
     ) -> a.UndrainWorkerResponse:
-        await self._drainer.undrain(request.worker_id)
+        with self._audit.action(rpc_caller(context), "undrain", worker=request.worker_id):
+            await self._drainer.undrain(request.worker_id)
         return a.UndrainWorkerResponse()
+
+    @_aborting
+    async def DrainRouter(  # type: ignore[override]  # noqa: N802 - see DrainWorker
+        self, request: a.DrainRouterRequest, context: Context
+    ) -> None:
+        steps = self._router_drainer.drain(timeout_s=request.timeout_s, force=request.force)
+        with self._audit.action(rpc_caller(context), "drain-router", force=request.force):
+            async with aclosing(steps):
+                async for progress in steps:
+                    await context.write(progress)
+
+    @_aborting
+    async def UndrainRouter(  # noqa: N802
+        self, request: a.UndrainRouterRequest, context: Context
+    ) -> a.UndrainRouterResponse:
+        with self._audit.action(rpc_caller(context), "undrain-router"):
+            self._router_drainer.undrain()
+        return a.UndrainRouterResponse()
 
     @_aborting
     async def SetWeights(  # noqa: N802
         self, request: a.SetWeightsRequest, context: Context
     ) -> a.ListRevisionsResponse:
-        model, weights = self._model(request.model), dict(request.weights)
+        weights = dict(request.weights)
+        with self._audit.action(
+            rpc_caller(context), "weights", model=request.model, weights=weights
+        ):
+            model = self._model(request.model)
+            self._set_weights(model, weights)
+        return self._revisions(model)
+
+    def _set_weights(self, model: str, weights: Mapping[str, float]) -> None:
         there = {m.info.revision for m in self._fleet.of_model(model) if not m.lost}
         for revision, weight in weights.items():
             if weight > 0 and revision not in there:
@@ -307,7 +342,6 @@ class AdminService(AdminServicer):
         if changed:
             now = self._shares.by_model.get(model) or "none"
             logger.info("model %s: shares of revisions are %s", model, now)
-        return self._revisions(model)
 
     @_aborting
     async def ListRevisions(  # noqa: N802
@@ -315,8 +349,56 @@ class AdminService(AdminServicer):
     ) -> a.ListRevisionsResponse:
         return self._revisions(self._model(request.model))
 
+    @_aborting
+    async def UpdateCheckpoint(  # noqa: N802
+        self, request: a.UpdateCheckpointRequest, context: Context
+    ) -> a.CheckpointStatus:
+        model = self._weights.model_named(request.model)
+        details = {"model": model, "path": request.path, "version": request.version}
+        with self._audit.action(rpc_caller(context), "update_weights", **details):
+            await self._weights.update(
+                model, request.path, request.version, request.mode, request.timeout_s
+            )
+        return self._checkpoint(model)
+
+    @_aborting
+    async def PauseModel(  # noqa: N802
+        self, request: a.PauseModelRequest, context: Context
+    ) -> a.CheckpointStatus:
+        model = self._weights.model_named(request.model)
+        with self._audit.action(rpc_caller(context), "pause", model=model, mode=request.mode):
+            await self._weights.pause(model, request.mode, request.timeout_s)
+        return self._checkpoint(model)
+
+    @_aborting
+    async def ResumeModel(  # noqa: N802
+        self, request: a.ResumeModelRequest, context: Context
+    ) -> a.CheckpointStatus:
+        model = self._weights.model_named(request.model)
+        with self._audit.action(rpc_caller(context), "resume", model=model):
+            await self._weights.resume(model)
+        return self._checkpoint(model)
+
+    @_aborting
+    async def GetCheckpoint(  # noqa: N802
+        self, request: a.GetCheckpointRequest, context: Context
+    ) -> a.CheckpointStatus:
+        return self._checkpoint(self._weights.model_named(request.model))
+
+    def _checkpoint(self, model: str) -> a.CheckpointStatus:
+        change = self._weights.open_change(model)
+        members = self._fleet.of_model(model, tuple(Role))
+        return a.CheckpointStatus(
+            model=model,
+            weights=wire.weights_to_pb(self._fleet.weights_of(model)),
+            phase="" if change is None else change.phase,
+            phase_s=0.0 if change is None else change.seconds,
+            laggards=self._weights.laggards(model),
+            updating={m.worker_id: m.reported.updating for m in members if m.reported.updating},
+        )
+
     def _model(self, name: str) -> str:
-        """Return the first name of a generative model; `name` may be an alias. Raises
+        """Return the first name of a generative model. `name` may be an alias. Raises
         InvalidRequest."""
         found = next((x for x in self._fleet.models().values() if name in x.names), None)
         if found is None or not self._fleet.of_model(found.name):

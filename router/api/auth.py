@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 class Keys:
     """Digests of all API keys. `is_open`: no tenants are configured, and every client is tenant "".
-    `admin_is_open`: no client can authenticate over HTTP as an administrator either, so every
-    client on this machine is one."""
+    `admin_is_open`: administrators cannot authenticate over HTTP either, so every client on this
+    machine is one."""
 
     def __init__(
         self,
@@ -29,12 +29,16 @@ class Keys:
         access = access or AccessConfig()
         tenants = tuple(tenants)
         self.is_open = not tenants
+        self.use(tenants, access.admin_keys)
+        self._is_exposed = is_exposed(http_host)
+        self.admin_is_open = self.is_open and not (access.admin_keys or access.tls.is_mutual)
+
+    def use(self, tenants: Iterable[TenantConfig], admin_keys: Iterable[str]) -> None:
+        """Use these keys from now on."""
         # A plain dictionary is safe: the time of a lookup may reveal a part of a digest, but a
         # digest reveals nothing about its key.
         self._tenants = {digest_in(text): x.name for x in tenants for text in x.keys}
-        self._admins = {digest_in(text) for text in access.admin_keys}
-        self._is_exposed = is_exposed(http_host)
-        self.admin_is_open = self.is_open and not (access.admin_keys or access.tls.is_mutual)
+        self._admins = {digest_in(text) for text in admin_keys}
 
     def tenant_of(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header. Raises Unauthenticated."""
@@ -50,7 +54,7 @@ class Keys:
         keys = "router.access.admin_keys"
         if self.admin_is_open:
             if self._is_exposed:
-                text = "needs keys where other machines can reach router.http_host"
+                text = "needs keys where other machines can reach router.http.host"
                 raise PermissionDenied(f"this {text}: set {keys}")
         elif _digest(authorization) not in self._admins:
             raise PermissionDenied(f"a key of {keys} is required")

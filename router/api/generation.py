@@ -6,45 +6,34 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.errors import InvalidRequest, PdserveError
-from pdserve.types import ServiceClass
-from router.api.body_process import put_prompts
-from router.api.dialects import prompts
-from router.api.dialects.fields import Names, read
-from router.api.dialects.responses import ResponsesRequest
-from router.api.handling import (
-    HEADERS,
-    TENANT,
-    AnsweredLine,
-    Encoder,
-    EventStream,
-    WholeBody,
-    read_body,
-    request_id_of,
-)
-from router.api.images import image_bytes
-from router.api.preprocess import check_request_id, new_request_id
-from router.api.session_ids import check_session_id
+from pdserve.errors import ContentFiltered, InvalidRequest, PdserveError
+from pdserve.types import FinishReason, ServiceClass, Usage
+from router.api.answer_sinks import AnsweredLine, DeltaEncoder, EventStream, WholeBody
+from router.api.http_request import CALL, HEADERS, TENANT, read_body, request_id_of
+from router.api.open_requests import check_request_id, new_request_id
+from router.attempt.answer import AnswerDelta
+from router.dialects import prompts
+from router.dialects.fields import GenerateBody  # noqa: TC001 - NamedTuple reads it
+from router.dialects.responses import ResponsesRequest
+from router.dialects.session_ids import check_session_id
+from router.intake.intake import Origin, ReadRequest
+from router.placement.residency import narrowest
+from router.virtual.chooser import OVERRIDE_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractAsyncContextManager, AbstractContextManager
+    from contextlib import AbstractAsyncContextManager
 
     from aiohttp import web
 
     from pdserve.types import GenerateRequest
-    from router.admission import Door
-    from router.api.body_process import Done, LargeBodies
-    from router.api.dialects.fields import GenerateBody
-    from router.api.handling import Sink
-    from router.api.idempotency import StoredAnswers
-    from router.api.open_requests import OpenRequests
-    from router.api.preprocess import ParsedRequest, Preprocessor
+    from router.api.answer_sinks import Sink
+    from router.api.idempotency import Recorded, StoredAnswers
+    from router.api.shared import SharedParts
     from router.api.stored_responses import ResponseApi
-    from router.request.answer import Generates, Out
-
-# Bytes of a body. The images in a smaller one are charged as text, which is little.
-_MAY_HAVE_IMAGES = 4096
+    from router.attempt.answer import Out
+    from router.dialects.fields import Writer
+    from router.dialects.parsed_request import ParsedRequest
 
 # `session-id` and `session_id`: Codex. `x-session-affinity`: OpenCode and gateways.
 _SESSION_HEADERS = (
@@ -53,38 +42,12 @@ _SESSION_HEADERS = (
 )
 
 
-class ReadBody(NamedTuple):
-    """A body that was read. `charge`: gives back what reading it cost, once it is prepared. If the
-    process for large bodies read it, the body has placeholders for its prompts, which `done`
-    has."""
-
-    body: GenerateBody
-    charge: AbstractContextManager[object]
-    done: Done | None = None
-
-    @property
-    def size(self) -> int:
-        """The bytes of a body with placeholders, else 0."""
-        return 0 if self.done is None else len(self.done.body)
-
-    def parse(self, request_id: str) -> list[ParsedRequest]:
-        parsed, done = self.body.parse(request_id), self.done
-        if done is not None:
-            put_prompts(parsed, done)
-            if isinstance(self.body, ResponsesRequest) and done.items:
-                self.body.stored_items = done.items
-        return parsed
-
-
 class Call(NamedTuple):
     """A request of a client. `key`: its idempotency key, "" if it has none."""
 
-    read: ReadBody
-    parsed: list[ParsedRequest]
-    request_id: str
-    tenant: str
+    read: ReadRequest[GenerateBody]
+    origin: Origin
     key: str = ""
-    traceparent: str = ""
 
 
 class GenerationApi:
@@ -92,22 +55,15 @@ class GenerationApi:
 
     def __init__(
         self,
-        generator: Generates,
-        preprocessor: Preprocessor,
-        open_requests: OpenRequests,
-        *,
-        large: LargeBodies,
-        door: Door,
+        shared: SharedParts,
         responses: ResponseApi,
         answers: StoredAnswers,
     ) -> None:
-        self._generator = generator
-        self._preprocessor = preprocessor
-        self._open_requests = open_requests
-        self._large = large
-        self._door = door
-        self._responses = responses
-        self._answers = answers
+        """`responses` keeps what Responses requests store, `answers` those with an idempotency
+        key."""
+        self._chooser, self._intake = shared.chooser, shared.intake
+        self._open_requests, self._residency = shared.open_requests, shared.intake.residency
+        self._responses, self._answers, self._ledger = responses, answers, shared.ledger
 
     async def generate(
         self, kind: type[GenerateBody], request: web.BaseRequest
@@ -117,29 +73,30 @@ class GenerationApi:
         self._open_requests.check_new()
         data = await read_body(request)
         headers, tenant = request[HEADERS], request[TENANT]
-        found = await self._read(kind, data, tenant)
-        is_stream = bool(found.body.stream)
-        request_id = request_id_of(request, found.body.named_id(), kind.id_prefix)
-        parsed = await self._preprocessor.run(found.size, partial(found.parse, request_id))
-        if session := _session_of(request.headers):
-            for one in parsed:
-                one.session = session
-        call = Call(
-            found,
-            parsed,
-            request_id,
+        read = await self._intake.read(kind, data, tenant)
+        request[CALL].model = read.body.model or ""
+        is_stream = bool(read.body.stream)
+        origin = Origin(
+            request_id_of(request, read.body.named_id(), kind.id_prefix),
             tenant,
-            _idempotency_key(request),
+            _session_of(request.headers),
             request.headers.get("traceparent", ""),
+            narrowest(read.body.inference_geo, request.headers),
+            request.headers.get(OVERRIDE_HEADER, ""),
         )
+        request[CALL].request_id = origin.request_id
+        call = Call(read, origin, _idempotency_key(request))
         claimed: AbstractAsyncContextManager[None] = nullcontext()
         if call.key:
             name, shown_id = (tenant, call.key), headers["x-request-id"]
-            digest = self._answers.digest(request.path, data)
+            self._residency.check_store(tenant, "idempotency-key")
+            # Where the answer may be, and by which model, is part of what was asked.
+            asked = data + f"{origin.inference_geo}{origin.model_override}".encode()
+            digest = self._answers.digest(request.path, asked)
             # A request that resumes is not replayed: it continues an answer that another router
             # may still generate, so it takes over the key.
-            if not call.parsed[0].resume:
-                generate = partial(self._serve, call)
+            if not read.parsed[0].resume:
+                generate = partial(self._record, call)
                 recorded = self._answers.answer(name, digest, shown_id, generate)
                 with self._answers.reading(recorded):
                     return await recorded.replay_to(request, headers, is_stream=is_stream)
@@ -154,68 +111,66 @@ class GenerationApi:
     ) -> AnsweredLine:
         """Answer the body of a batch line, behind all interactive requests. Raises
         PdserveError."""
-        found = await self._read(kind, data, tenant)
-        if found.body.stream:
+        read = await self._intake.read(kind, data, tenant, timeout_s)
+        if read.body.stream:
             raise InvalidRequest("'stream' must be false in a batch", field="stream")
-        request_id = new_request_id(kind.id_prefix)
-        parsed = await self._preprocessor.run(found.size, partial(found.parse, request_id))
-        for one in parsed:
-            one.service_class = ServiceClass.BATCH
-            one.timeout_s = timeout_s
+        origin = Origin(
+            new_request_id(kind.id_prefix),
+            tenant,
+            inference_geo=read.body.inference_geo or "",
+            service_class=ServiceClass.BATCH,
+            timeout_s=timeout_s,
+        )
         sink = WholeBody()
-        await self._serve(Call(found, parsed, request_id, tenant), sink)
-        return AnsweredLine(request_id, sink.body)
+        await self._serve(Call(read, origin), sink)
+        self._ledger.stored(tenant, origin.request_id, "batch_result", len(sink.body))
+        return AnsweredLine(origin.request_id, sink.body)
 
-    async def _read(self, kind: type[GenerateBody], data: bytes, tenant: str) -> ReadBody:
-        """Charge the tenant for a body and read it; a large one in the process for large bodies.
-        Raises Overloaded, and InvalidRequest naming the field."""
-        images = image_bytes(data) if len(data) > _MAY_HAVE_IMAGES else 0
-        charge = self._door.charge(tenant, len(data), images=images)
-        most = self._large.larger_than
-        if len(data) <= most:
-            body = read(kind, data)
-            if not isinstance(body, ResponsesRequest) or body.previous_response_id is None:
-                return ReadBody(body, charge)
-            names = Names(model=body.model, previous_response_id=body.previous_response_id)
-        else:
-            names = await self._large.names(data)
-        previous, conversation = b"", ""
-        if issubclass(kind, ResponsesRequest):
-            previous, conversation = await self._responses.previous(
-                names.previous_response_id, tenant
-            )
-            if len(data) + len(previous) <= most:
-                body = read(kind, data)
-                body.put_before(previous)
-                body.conversation = conversation
-                return ReadBody(body, charge)
-        done = await self._large.read(kind.__name__, data, names.model, tenant, previous)
-        body = await self._preprocessor.run(len(done.body), partial(read, kind, done.body))
-        if isinstance(body, ResponsesRequest):
-            body.conversation = conversation
-        return ReadBody(body, charge, done)
+    async def _record(self, call: Call, recorded: Recorded) -> None:
+        """Generate the answer to a call with an idempotency key."""
+        await self._serve(call, recorded)
+        origin, size = call.origin, len(recorded.body)
+        self._ledger.stored(origin.tenant, origin.request_id, "idempotent_answer", size)
 
     async def _serve(self, call: Call, sink: Sink) -> None:
         """Generate the answer to a call into `sink`. Raises PdserveError if nothing was sent yet; a
         later error is sent as an event."""
-        body, parsed, out = call.read.body, call.parsed, None
+        body, parsed, out = call.read.body, call.read.parsed, None
+        tenant, texts = call.origin.tenant, list[str]()
+        writer: Writer
+
+        def opened(made: Sequence[GenerateRequest]) -> Out:
+            nonlocal out, writer
+            writer = body.writer(call.origin.request_id, made)
+            out = DeltaEncoder(writer, sink)
+            if not parsed[0].echo:
+                return out
+            n, only_prompt = made[0].sampling.n, parsed[0].only_prompt
+            return prompts.Echo(out, texts, n, only_prompt=only_prompt)
+
         try:
             with self._open_requests.enter() as open_request:
-                with call.read.charge:
-                    made = [
-                        await self._preprocessor.prepare(
-                            one, tenant=call.tenant, traceparent=call.traceparent
-                        )
-                        for one in parsed
-                    ]
-                resumes = bool(made[0].resume)
-                self._open_requests.claim(open_request, call.tenant, call.key, resumes)
-                writer = body.writer(call.request_id, made)
-                out = Encoder(writer, sink)
-                await self._generate(parsed, made, out)
+                if isinstance(body, ResponsesRequest) and body.store is not False:
+                    self._residency.check_store(tenant, "store")
+                read = await self._intake.checked(call.read, call.origin)
+                body, parsed = read.body, read.parsed
+                prepared = await self._chooser.prepare(read, call.origin)
+                resumes = bool(parsed[0].resume)
+                self._open_requests.claim(open_request, tenant, call.key, resumes)
+                if parsed[0].echo:
+                    texts = await self._texts(parsed, prepared.made)
+                await self._chooser.serve(prepared, opened)
+                assert out is not None, "the answer has a last delta"
                 if isinstance(body, ResponsesRequest):
-                    await self._responses.keep(writer, call.tenant)
+                    size = await self._responses.keep(writer, tenant)
+                    self._ledger.stored(tenant, call.origin.request_id, "response", size)
                 out.end()
+        except ContentFiltered:
+            if (refusal := body.refusal(call.origin.request_id)) is None:
+                raise
+            out = DeltaEncoder(refusal, sink)
+            out.write(AnswerDelta(finish_reason=FinishReason.CONTENT_FILTER, usage=Usage(0, 0)))
+            out.end()
         except PdserveError as error:
             # Engines refuse a constraint by its internal name; report the client's field.
             if error.field == "structured_output":
@@ -224,23 +179,17 @@ class GenerationApi:
                 raise
             out.fail(error)
 
-    async def _generate(
-        self, parsed: Sequence[ParsedRequest], made: Sequence[GenerateRequest], out: Out
-    ) -> None:
-        if len(made) == 1 and not parsed[0].echo:
-            await self._generator.serve(made[0], out)
-            return
-        if parsed[0].echo:
-            model, _ = self._preprocessor.find(made[0].model)
-            texts = [
-                x.prompt
-                if isinstance(x.prompt, str)
-                else await self._preprocessor.text(request.prompt_token_ids, model)
-                for x, request in zip(parsed, made, strict=True)
-            ]
-            n, only_prompt = made[0].sampling.n, parsed[0].only_prompt
-            out = prompts.Echo(out, texts, n, only_prompt=only_prompt)
-        await prompts.serve(self._generator, made, out)
+    async def _texts(
+        self, parsed: Sequence[ParsedRequest], made: Sequence[GenerateRequest]
+    ) -> list[str]:
+        """Return the texts of the prompts, to echo them."""
+        model, _ = self._intake.models.find(made[0].model)
+        return [
+            x.prompt
+            if isinstance(x.prompt, str)
+            else await self._intake.text(request.prompt_token_ids, model)
+            for x, request in zip(parsed, made, strict=True)
+        ]
 
 
 def _idempotency_key(request: web.BaseRequest) -> str:

@@ -18,29 +18,30 @@ from pdserve.errors import (
 from pdserve.net import deadline, rpc
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
-from router.api.auth import EVERYONE
-from router.api.body_process import GENERATE, put_prompts
-from router.api.dialects.fields import check_rest
-from router.api.grpc_requests import read_request
-from router.api.open_requests import END_S
-from router.api.session_ids import check_session_id
-from router.request.answer import ParsedDelta, served
+from router.api.open_requests import END_S, ApiCall, check_request_id, new_request_id
+from router.attempt.answer import ParsedDelta, served
+from router.dialects.generation_rpc import GenerateMessage
+from router.dialects.session_ids import check_session_id
+from router.intake.intake import Origin
+from router.placement.residency import HEADER, narrowest
+from router.virtual.chooser import OVERRIDE_HEADER
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
     import grpc
 
     from pdserve.types import GenerateRequest
-    from router.admission import Door
-    from router.api.auth import Keys
-    from router.api.body_process import LargeBodies
-    from router.api.open_requests import OpenRequests
-    from router.api.preprocess import ParsedRequest, Preprocessor
-    from router.request.answer import AnswerDelta, Generates
+    from router.api.open_requests import CallLog
+    from router.api.shared import SharedParts
+    from router.attempt.answer import AnswerDelta, Models, Out
+    from router.virtual.chooser import Prepared
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
+_GENERATE = "/pdserve.v1.Generation/Generate"
 # Deltas queued at most for a client that reads slower than they are generated.
 MAX_UNSENT_DELTAS = 2048
 
@@ -49,104 +50,63 @@ class GenerationService(GenerationServicer):
     """Servicer of the gRPC API. The RPC's deadline is the request's. Cancelling the RPC cancels the
     request."""
 
-    def __init__(
-        self,
-        generator: Generates,
-        preprocessor: Preprocessor,
-        open_requests: OpenRequests,
-        *,
-        door: Door,
-        large: LargeBodies,
-        keys: Keys = EVERYONE,
-    ) -> None:
-        self._generator = generator
-        self._preprocessor = preprocessor
-        self._open_requests = open_requests
-        self._door = door
-        self._large = large
-        self._keys = keys
+    def __init__(self, models: Models, shared: SharedParts) -> None:
+        self._models, self._chooser = models, shared.chooser
+        self._intake, self._keys = shared.intake, shared.keys
+        self._open_requests, self._calls = shared.open_requests, shared.calls
 
     # Responses are written, not yielded: if an RPC is cancelled, grpc leaves a generator that is
     # suspended at a yield to the garbage collector, with everything that the request holds.
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: g.GenerateRequest, context: Context
     ) -> None:
-        try:
-            await self._generate(request, context)
-        except PdserveError as error:
-            error.retry_after_s = wait_s(error) or error.retry_after_s
-            await _abort(context, error)
-        except Exception:
-            logger.exception("Generate")
-            await _abort(context, InternalError("internal error; see the router's log"))
+        call = ApiCall(
+            route=_GENERATE,
+            client=str(context.peer()),
+            user_agent=_metadata(context, "user-agent") or "",
+            request_id=request.request_id,
+            model=request.adapter or request.model,
+            generates=True,
+        )
+        await answer_call(self._calls, call, context, self._generate(request, context, call))
 
-    async def _generate(self, request: g.GenerateRequest, context: Context) -> None:
+    async def _generate(self, request: g.GenerateRequest, context: Context, call: ApiCall) -> None:
         with self._open_requests.enter() as open_request:
-            tenant = self._keys.tenant_of(_metadata(context, "authorization"))
+            tenant = call.tenant = self._keys.tenant_of(_metadata(context, "authorization"))
             if name := request.adapter:
-                adapter = self._generator.adapters().get(name)
+                adapter = self._models.adapters().get(name)
                 if adapter is None or request.model not in ("", adapter.model):
                     text = f"adapter {name!r} of model {request.model!r} is not served"
                     raise ModelNotFound(text, field="adapter")
-            size, images = request.ByteSize(), _image_bytes(request)
-            with self._door.charge(tenant, size, images=images):
-                parsed = await self._read(request, tenant, context.time_remaining())
-                session = _metadata(context, "x-session-id") or ""
-                parsed.session = check_session_id(session, field="x-session-id")
-                made = await self._preprocessor.prepare(
-                    parsed,
-                    tenant=tenant,
-                    traceparent=_metadata(context, "traceparent") or "",
-                )
-            name, resumes = request.request_id, bool(made.resume)
-            self._open_requests.claim(open_request, tenant, name, resumes)
-            await self._answer(made, context)
+            if name := request.request_id:
+                check_request_id(name, field="request_id")
+            session = _metadata(context, "x-session-id") or ""
+            header = {HEADER: _metadata(context, HEADER) or ""}
+            origin = Origin(
+                name or new_request_id("gen-"),
+                tenant,
+                check_session_id(session, field="x-session-id"),
+                _metadata(context, "traceparent") or "",
+                narrowest(request.inference_geo, header),
+                _metadata(context, OVERRIDE_HEADER) or "",
+                timeout_s=context.time_remaining(),
+            )
+            read = await self._intake.read_message(
+                GenerateMessage(request), tenant, origin.timeout_s
+            )
+            read = await self._intake.checked(read, origin)
+            prepared = await self._chooser.prepare(read, origin)
+            self._open_requests.claim(open_request, tenant, name, bool(read.parsed[0].resume))
+            serve = partial(self._serve, prepared)
+            await write_answer(serve, prepared.made[0], context)
 
-    async def _read(
-        self, request: g.GenerateRequest, tenant: str, timeout_s: float | None
-    ) -> ParsedRequest:
-        if request.ByteSize() <= self._large.larger_than:
-            return read_request(request, timeout_s=timeout_s)
-        data, kind = request.SerializeToString(), request.WhichOneof("prompt")
-        if kind is not None:
-            request.ClearField(kind)
-            check_rest(request.ByteSize())
-        done = await self._large.read(GENERATE, data, request.adapter or request.model, tenant)
-        match kind:  # a placeholder prompt: some fields are valid with one kind of prompt only
-            case "messages":
-                request.messages.messages.add(role="user", content="-")
-            case "token_ids":
-                request.token_ids.ids.append(0)
-            case _:
-                request.text = "-"
-        parsed = read_request(request, timeout_s=timeout_s)
-        put_prompts([parsed], done)
-        return parsed
+    async def _serve(self, prepared: Prepared, queue: SendQueue) -> None:
+        def opened(made: Sequence[GenerateRequest]) -> Out:
+            # Of a virtual model: the model that continues the answer.
+            queue.model = "" if prepared.virtual is None else made[0].served_name
+            return queue
 
-    async def _answer(self, made: GenerateRequest, context: Context) -> None:
-        queue = _SendQueue()
-        serving = asyncio.create_task(self._generator.serve(made, queue))
-        serving.add_done_callback(lambda _: queue.close())
-        writing = asyncio.create_task(_write_all(queue, made.request_id, context))
-        # A write to a client that has left fails. Without this, asyncio logs an exception that was
-        # never retrieved.
-        writing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        try:
-            await asyncio.wait({serving, writing}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-                # A client that does not read must not keep a request open past its deadline.
-                await asyncio.wait({writing}, timeout=deadline.remaining(made.deadline))
-            if writing.done():
-                writing.result()
-            else:
-                raise DeadlineExceeded("the client did not read its answer before the deadline")
-        finally:
-            serving.cancel()
-            await asyncio.wait({serving})
-            # Send the queued deltas first: gRPC does not handle a cancelled write well.
-            await asyncio.wait({writing}, timeout=END_S)
-            writing.cancel()
+        await self._chooser.serve(prepared, opened)
 
     async def ListModels(  # noqa: N802
         self, request: g.ListModelsRequest, context: Context
@@ -163,15 +123,64 @@ class GenerationService(GenerationServicer):
                     vocab_size=model.vocab_size,
                     parent="" if adapter is None else adapter.model,
                 )
-                for name, (model, adapter) in served(self._generator).items()
+                for name, (model, adapter) in served(self._models).items()
+            ]
+            + [
+                g.ModelCard(name=name, max_model_len=context_len)
+                for name, context_len in self._chooser.virtual_models()
             ]
         )
 
 
-class _SendQueue:
+async def answer_call(
+    calls: CallLog, call: ApiCall, context: Context, work: Awaitable[None]
+) -> None:
+    """Do the work of a call, and log it. Its errors end the RPC."""
+    with calls.logged(call):
+        try:
+            await work
+            call.status = "OK"
+        except PdserveError as error:
+            error.retry_after_s = wait_s(error) or error.retry_after_s
+            await _abort(context, error, call)
+        except Exception:
+            logger.exception("%s", call.route)
+            await _abort(context, InternalError("internal error; see the router's log"), call)
+
+
+async def write_answer(
+    serve: Callable[[SendQueue], Coroutine[Any, Any, None]], made: GenerateRequest, context: Context
+) -> None:
+    """Call `serve`, and write what it puts into the queue to the RPC of the request `made`."""
+    queue = SendQueue()
+    serving = asyncio.create_task(serve(queue))
+    serving.add_done_callback(lambda _: queue.close())
+    serving.add_done_callback(_read_exception)
+    writing = asyncio.create_task(_write_all(queue, made.request_id, context))
+    writing.add_done_callback(_read_exception)
+    try:
+        await asyncio.wait({serving, writing}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            # A client that does not read must not keep a request open past its deadline.
+            await asyncio.wait({writing}, timeout=deadline.remaining(made.deadline))
+        if writing.done():
+            writing.result()
+        else:
+            raise DeadlineExceeded("the client did not read its answer before the deadline")
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+        # Send the queued deltas first: gRPC does not handle a cancelled write well.
+        await asyncio.wait({writing}, timeout=END_S)
+        writing.cancel()
+
+
+class SendQueue:
     """Deltas of one answer that are not written yet."""
 
     def __init__(self) -> None:
+        self.model = ""  # to be named in the first message
         self._queue: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
         self.close = partial(self._queue.put_nowait, None)
         self.read = self._queue.get
@@ -182,24 +191,28 @@ class _SendQueue:
         return self._queue.qsize() <= MAX_UNSENT_DELTAS
 
 
-async def _write_all(queue: _SendQueue, request_id: str, context: Context) -> None:
+def _read_exception(task: asyncio.Task[None]) -> None:
+    """Retrieve a task's exception, if any: asyncio logs one that nobody awaits. A write to a client
+    that has left fails, and serving may fail while its call is cancelled."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _write_all(queue: SendQueue, request_id: str, context: Context) -> None:
     while (delta := await queue.read()) is not None:
-        await context.write(response_of(request_id, delta))
+        response, queue.model = response_of(request_id, delta, queue.model), ""
+        await context.write(response)
 
 
-async def _abort(context: Context, error: PdserveError) -> None:
+async def _abort(context: Context, error: PdserveError, call: ApiCall) -> None:
+    call.status = error.grpc_status.name
+    call.fail(error)
     # A client may not read. gRPC keeps the status for it; the router waits no longer than END_S.
     try:
         async with asyncio.timeout(END_S):
             await rpc.abort(context, error)
     except TimeoutError:
-        logger.info("Generate: the client does not read its status")
-
-
-def _image_bytes(request: g.GenerateRequest) -> int:
-    """Return how many bytes of a request are images."""
-    parts = [part for x in request.messages.messages for part in x.parts]
-    return sum([len(x.image.data) + len(x.image.url) for x in parts if x.HasField("image")])
+        logger.info("%s: the client does not read its status", call.route)
 
 
 def _metadata(context: Context, name: str) -> str | None:
@@ -209,9 +222,13 @@ def _metadata(context: Context, name: str) -> str | None:
     return None
 
 
-def response_of(request_id: str, delta: AnswerDelta) -> g.GenerateResponse:
+def response_of(request_id: str, delta: AnswerDelta, model: str = "") -> g.GenerateResponse:
     response = g.GenerateResponse(
-        request_id=request_id, index=delta.index, token_ids=delta.token_ids, text=delta.text
+        request_id=request_id,
+        index=delta.index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        model=model,
     )
     if isinstance(delta, ParsedDelta):
         response.reasoning = delta.reasoning

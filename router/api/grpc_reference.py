@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto
 
-# Comments by the path of what they describe: field numbers of descriptor.proto, and indices.
+# Comments by path: field numbers of descriptor.proto, and indices.
 _Comments: TypeAlias = dict[tuple[int, ...], str]
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ _PROTOS = _ROOT / "protos"
 # The API of clients and administrators. worker.proto and parser.proto are between our processes.
 _FILES = tuple(f"pdserve/v1/{name}.proto" for name in ("generation", "admin", "common"))
 _PACKAGE = ".pdserve.v1."
-# Field numbers in FileDescriptorProto, then those in the descriptors of services, messages, enums.
+# Field numbers in FileDescriptorProto, then in the descriptors of services, messages, enums.
 _MESSAGE, _ENUM, _SERVICE = 4, 5, 6
 _METHOD, _FIELD, _NESTED, _VALUE = 2, 2, 3, 2
 

@@ -20,7 +20,7 @@ from pdserve.errors import (
     PdserveError,
     Unavailable,
 )
-from router.api.handling import EVENT_STREAM
+from router.api.answer_sinks import EVENT_STREAM
 from router.store.database import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Recorded:
         self.end(body, is_good=True)
 
     def close(self) -> None:
-        """Let no more be added, and wake the connections that wait for more."""
+        """Mark the answer complete, and wake the connections that wait for more."""
         self.is_done = True
         self._open_bytes[self.name[0]] -= len(self.body)
         self.body = bytes(self.body)
@@ -275,7 +275,7 @@ class StoredAnswers:
     async def _finish(self, claim: str, recorded: Recorded) -> None:
         """Store a good answer for the other routers; otherwise release the key to them."""
         assert self._shared is not None
-        # Not watched any more: by now, another request of this router may have taken over the key.
+        # Stop watching: another request of this router may have taken over the key by now.
         self._claims.pop(claim, None)
         for _ in range(_FINISH_TRIES):
             with suppress(StoreUnavailable):

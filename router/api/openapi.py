@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def openapi(routes: Iterable[Route]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of those routes that take a JSON body, or no parameters."""
+    """Return the OpenAPI 3.1 document of the routes with a JSON body or without parameters."""
     shown = [x for x in routes if x.text and (x.body or (x.method == "GET" and "{" not in x.path))]
     structs = dict.fromkeys(y for x in shown for y in (x.body, x.answer, x.errors) if y)
     found, schemas = msgspec.json.schema_components(

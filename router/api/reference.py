@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from router.api.dialects.fields import NO_EFFECT, encode
 from router.api.openapi import openapi
 from router.api.route_table import ROUTES
+from router.dialects.fields import NO_EFFECT, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,11 +20,12 @@ at `/docs`.
 The router honours a field as its row says, or refuses the request with a 400 that names the field.
 A null field counts as not set. Errors have OpenAI's shape; on Anthropic's paths, Anthropic's.
 
-With tenants configured, `/v1/...`, `/tokenize`, `/detokenize` and `/tokenizer_info` need a key, as
-`Authorization: Bearer KEY` or `x-api-key: KEY`. `X-Session-Id` names a
+With tenants configured, all endpoints above `/health` in the table need a key, as `Authorization:
+Bearer KEY` or `x-api-key: KEY`. `X-Session-Id` names a
 request's conversation ([scheduling](scheduling.md#sessions)). `X-Request-Id` names a request in
 logs and in `pdserve explain`. A request with `Idempotency-Key` is answered once
-([operations](operations.md#ask-again-without-paying-twice)).
+([operations](operations.md#ask-again-without-paying-twice)). `X-Model-Override` names a model
+of the [virtual model](model-tiers.md) that `model` names.
 
 ## Endpoints
 
@@ -105,9 +106,13 @@ def _values(schema: dict[str, Any]) -> str:
         items = _values(schema.get("items", {}))
         return f"list of ({items})" if " " in items else f"list of {items}"
     low, high = schema.get("minimum"), schema.get("maximum", _UNBOUNDED)
-    if low is None or -low >= _UNBOUNDED:
+    if low is None and "exclusiveMinimum" in schema:
+        kind, low = f"{kind} above", schema["exclusiveMinimum"]
+    elif low is None or -low >= _UNBOUNDED:
         return str(kind)
-    return f"{kind} from {low:g}" + (f" to {high:g}" if high < _UNBOUNDED else "")
+    else:
+        kind = f"{kind} from"
+    return f"{kind} {low:g}" + (f" to {high:g}" if high < _UNBOUNDED else "")
 
 
 def _reached(names: list[str], schemas: dict[str, Any]) -> list[str]:

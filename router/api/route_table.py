@@ -8,41 +8,61 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from router.api.batch.http import BatchApi, CreateBatchRequest
-from router.api.dialects.anthropic import (
+from router.api.models import LoadAdapterRequest, ModelsApi, UnloadAdapterRequest
+from router.api.weights import (
+    FLUSH_PATHS,
+    REFUSED_PATHS,
+    CollectiveRpcBody,
+    PauseBody,
+    UpdateWeightsBody,
+    WeightsApi,
+)
+from router.dialects.anthropic import (
     CountTokensRequest,
     MessageBody,
     MessageError,
     MessagesRequest,
 )
-from router.api.dialects.embeddings import EmbeddingsRequest, RerankRequest, ScoreRequest
-from router.api.dialects.openai import ChatRequest, CompletionRequest
-from router.api.dialects.openai_writer import ErrorBody, Response
-from router.api.dialects.responses import ResponsesRequest
-from router.api.dialects.responses_writer import ResponseBody
-from router.api.dialects.tokens import DetokenizeRequest, TokenizeRequest
-from router.api.models import LoadAdapterRequest, ModelsApi, UnloadAdapterRequest
+from router.dialects.embeddings import (
+    CohereEmbedRequest,
+    EmbeddingsRequest,
+    PoolRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from router.dialects.fields import ErrorBody
+from router.dialects.openai import ChatRequest, CompletionRequest
+from router.dialects.openai_writer import Response
+from router.dialects.responses import ResponsesRequest
+from router.dialects.responses_writer import ResponseBody
+from router.dialects.token_generate import TokenGenerateRequest, TokenResponse
+from router.dialects.tokens import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from aiohttp import web
     from msgspec import Struct
 
+    from router.api.answer_sinks import AnsweredLine
     from router.api.console.http import Console
-    from router.api.dialects.embeddings import PoolingRequest
-    from router.api.dialects.fields import Body, GenerateBody
     from router.api.generation import GenerationApi
-    from router.api.handling import AnsweredLine, Handler
-    from router.api.pooling import PoolingApi
+    from router.api.pooling_endpoints import PoolingApi
     from router.api.status import StatusApi
     from router.api.stored_responses import ResponseApi
     from router.api.tokenizer import TokenizerApi, TokenizerBody
+    from router.dialects.embeddings import PoolingRequest
+    from router.dialects.fields import Body, GenerateBody
 
+    # Called with the request and the names in its path.
+    Handler = Callable[..., Awaitable[web.StreamResponse]]
     # Called with the body of a line, the tenant and a timeout in seconds. Raises PdserveError.
     AnswerLine = Callable[[bytes, str, float], Awaitable[AnsweredLine]]
 
 
 class Credential(Enum):
-    """What a client must show. The console checks for itself: its page needs no key."""
+    """Required credential. NONE includes the console, which checks keys itself: its page needs no
+    key."""
 
     NONE = auto()
     TENANT = auto()
@@ -57,6 +77,7 @@ class Handlers(NamedTuple):
     pooling: PoolingApi
     tokenizer: TokenizerApi
     models: ModelsApi
+    weights: WeightsApi
     batches: BatchApi
     status: StatusApi
     console: Console
@@ -136,8 +157,20 @@ def _adapters(
     return Route("POST", path, handler, text, body, content="text/plain", credential=admin)
 
 
-def _public(path: str, handler: Callable[[Handlers], Handler], text: str) -> Route:
-    return Route("GET", path, handler, text, credential=Credential.NONE)
+def _weights(
+    path: str,
+    handler: Callable[[Handlers], Handler],
+    text: str,
+    body: type[Body] | None = None,
+    method: str = "POST",
+) -> Route:
+    return Route(method, path, handler, f"{text} (admin)", body, credential=Credential.ADMIN)
+
+
+def _public(
+    path: str, handler: Callable[[Handlers], Handler], text: str, method: str = "GET"
+) -> Route:
+    return Route(method, path, handler, text, credential=Credential.NONE)
 
 
 def _get(path: str, handler: Callable[[Handlers], Handler], text: str) -> Route:
@@ -166,6 +199,17 @@ ROUTES = (
         lambda on: on.responses.delete,
         "Delete a stored response",
     ),
+    _get(
+        "/v1/responses/{response_id}/input_items",
+        lambda on: on.responses.input_items,
+        "Refused: use `previous_response_id`",
+    ),
+    Route(
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        lambda on: on.responses.cancel,
+        "Refused: no response is generated in the background",
+    ),
     _generates(
         "/v1/messages",
         MessagesRequest,
@@ -174,12 +218,24 @@ ROUTES = (
         in_batches=False,
         errors=MessageError,
     ),
+    _generates(
+        "/inference/v1/generate",
+        TokenGenerateRequest,
+        TokenResponse,
+        "Token ids in and out, as vLLM's; with the version of the weights of each token",
+        in_batches=False,
+    ),
     _tokenises(
         "/v1/messages/count_tokens", CountTokensRequest, "Tokens of a conversation", MessageError
     ),
     _pools("/v1/embeddings", EmbeddingsRequest, "Embeddings from pooling workers", in_batches=True),
     _pools("/v1/score", ScoreRequest, "Scores of pairs of texts"),
     _pools("/v1/rerank", RerankRequest, "Documents by their score for a query"),
+    _pools("/v2/embed", CohereEmbedRequest, "Embeddings in Cohere's form"),
+    _pools("/v2/rerank", RerankRequest, "Same as `/v1/rerank`"),
+    _pools("/score", ScoreRequest, "Same as `/v1/score`"),
+    _pools("/rerank", RerankRequest, "Same as `/v1/rerank`"),
+    _pools("/pooling", PoolRequest, "Embeddings in vLLM's form"),
     _tokenises("/tokenize", TokenizeRequest, "Token ids of a text or a conversation"),
     _tokenises("/detokenize", DetokenizeRequest, "Text of token ids"),
     _get(
@@ -223,8 +279,51 @@ ROUTES = (
         lambda on: on.models.unload_adapter,
         "Unload an adapter (admin)",
     ),
+    _weights("/pause", lambda on: on.weights.pause, "Pause a model", PauseBody),
+    _weights("/pause_generation", lambda on: on.weights.pause, "Same as `/pause`", PauseBody),
+    _weights("/resume", lambda on: on.weights.resume, "End a pause", PauseBody),
+    _weights("/continue_generation", lambda on: on.weights.resume, "Same as `/resume`", PauseBody),
+    _weights("/is_paused", lambda on: on.weights.is_paused, "True during a pause", method="GET"),
+    _weights(
+        "/update_weights",
+        lambda on: on.weights.update,
+        "Replace the weights of a model on all its workers",
+        UpdateWeightsBody,
+    ),
+    _weights(
+        "/update_weights_from_disk",
+        lambda on: on.weights.update,
+        "Same as `/update_weights`",
+        UpdateWeightsBody,
+    ),
+    _weights(
+        "/collective_rpc",
+        lambda on: on.weights.collective_rpc,
+        "`reload_weights`: as `/update_weights`",
+        CollectiveRpcBody,
+    ),
+    _weights("/weight_info", lambda on: on.weights.info, "The served weights", method="GET"),
+    _weights("/model_info", lambda on: on.weights.info, "Same as `/weight_info`", method="GET"),
+    _weights(
+        "/get_world_size", lambda on: on.weights.world_size, "Number of workers", method="GET"
+    ),
+    _weights(
+        "/v1/rl/workers",
+        lambda on: on.weights.workers,
+        "The workers and their weights, in Dynamo's form",
+        method="GET",
+    ),
+    _weights("/is_sleeping", lambda on: on.weights.is_sleeping, "Always false", method="GET"),
+    *(
+        _weights(path, lambda on: on.weights.flushed, "Confirms that no KV of old weights is used")
+        for path in FLUSH_PATHS
+    ),
+    *(_weights(path, lambda on: on.weights.refuse, "Refused") for path in REFUSED_PATHS),
+    _public("/", lambda on: on.status.root, "Links to `/docs` and `/console`"),
     _public("/health", lambda on: on.status.health, "Liveness: the router runs"),
     _public("/ping", lambda on: on.status.health, "Same as `/health`"),
+    _public("/ping", lambda on: on.status.health, "Same as `/health`", "POST"),
+    _public("/load", lambda on: on.status.load, "Number of open requests, as `server_load`"),
     _public("/ready", lambda on: on.status.ready, "Readiness: every model can be served now"),
     _public("/version", lambda on: on.status.version, "Version of the router"),
     _public("/metrics", lambda on: on.status.metrics, "[Metrics](metrics.md) for Prometheus"),

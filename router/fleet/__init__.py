@@ -1,1 +1,1 @@
-"""The workers of this router: membership, leases, connections, health and accounting."""
+"""The workers of this router: membership, leases, links, health and billing."""

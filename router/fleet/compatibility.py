@@ -1,12 +1,13 @@
-"""Checks whether a worker can serve together with the workers that are registered already."""
+"""Checks whether a worker can serve together with the registered workers."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequest
-from pdserve.kv_compatibility import unpaired
+from pdserve.kv_compatibility import kind_of, unpaired
 from pdserve.types import Role
 
 if TYPE_CHECKING:
@@ -26,11 +27,19 @@ SAME_OF_A_MODEL = (
     "tokenizer",
     "modalities",
 )
+Compared = tuple[object, ...]
+"""What `check_compatible` compares of a worker. Equal ones give equal results."""
+
+
+def compared(info: WorkerInfo) -> Compared:
+    values = (getattr(info.model, name) for name in SAME_OF_A_MODEL)
+    fields = [(*sorted(x.items()),) if isinstance(x, Mapping) else x for x in values]
+    return (info.model.name, info.role, kind_of(info), *fields)
 
 
 def check_compatible(info: WorkerInfo, registered: Iterable[WorkerInfo]) -> None:
     """Raise InvalidRequest, naming the field, if the worker cannot serve together with the
-    registered ones. Log those with which it cannot exchange KV."""
+    registered ones. Log the workers with which it cannot exchange KV."""
     others = [x for x in registered if x.worker_id != info.worker_id]
     if info.role in (Role.PREFILL, Role.DECODE, Role.ENCODE) and info.kv is None:
         raise InvalidRequest(

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pdserve.types import WorkerLoad
 
 TICK_S = 0.1
-MAX_TICK_S = 0.15  # most time that a late tick counts
+MAX_TICK_S = 0.15  # longest time counted for a late tick
 # A half-open pair is probed as soon as both workers are ready. Pairs whose worker never returns are
-# forgotten after this time, and so are failures that were too few to eject a pair.
+# forgotten after this time, and so are failures too few to eject a pair.
 _FORGET_PAIR_S = 600.0
 
 Pair = tuple[str, str]
@@ -81,7 +81,9 @@ class StallDetector:
             return f"no frame for {now - self.heard_at:.1f} s"
         # Some steps are slow without a fault: the first ones, or one with a very long prompt.
         allowed_s = stall_s if load is None else max(stall_s, load.step_allowance_s)
-        if now - self.progress_at >= allowed_s:
+        # On a busy machine, only time in which the engine had a CPU counts.
+        starved_s = 0.0 if load is None else load.starved_s
+        if now - self.progress_at - starved_s >= allowed_s:
             return f"no engine step for {now - self.progress_at:.1f} s although it has work"
         return ""
 
@@ -101,7 +103,7 @@ class Breaker:
                                      └── a failure ──────┘  for twice the time, up to 8 times
 
     It opens for `open_s` after `max_failures` in a row. An `open_s` of 0 disables it. Only a probe
-    closes it, so that no client's request finds out whether the failure persists.
+    closes it, so that no client's request tests whether the failure persists.
     """
 
     open_s: float = 10.0
@@ -130,7 +132,7 @@ class Breaker:
         self.reason = reason
         if not self.open_s or self.state(now) is BreakerState.OPEN:
             return False
-        # Doubled each time, so that a worker that keeps failing is probed less and less.
+        # Doubled each time, so that a worker that keeps failing is probed ever less often.
         self.seconds = min(2 * self.seconds, 8 * self.open_s) or self.open_s
         self.until = now + self.seconds
         return True
@@ -153,9 +155,9 @@ class OutlierEjection:
     """Pairs of workers that must not exchange KV for now, because transfers between them failed.
 
     KV that is damaged again after a repeat ejects a pair at once; failed transfers eject it after
-    several in a row. Pairs are ejected and not workers, because the fault may be that of either
-    worker or of the network. 0 `seconds` disable it. `breakers` includes closed breakers of pairs
-    that failed recently.
+    several in a row. Pairs are ejected and not workers, because either worker or the network may be
+    at fault. 0 `seconds` disable it. `breakers` includes closed breakers of pairs that failed
+    recently.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -171,7 +173,7 @@ class OutlierEjection:
         return self._breaker(pair, now).failure(now, reason)
 
     def _breaker(self, pair: Pair, now: float) -> Breaker:
-        # Forgotten here and not by a timer: pairs are added only by failures.
+        # Forgotten here and not by a timer, because only failures add pairs.
         for known, breaker in list(self.breakers.items()):
             if now >= (breaker.until or breaker.failed_at) + _FORGET_PAIR_S:
                 del self.breakers[known]
@@ -185,7 +187,7 @@ class OutlierEjection:
             del self.breakers[pair]
 
     def probed(self, pair: Pair) -> None:
-        """Return the pair to use: a probe has passed."""
+        """Return the pair to use after a successful probe."""
         self.breakers.pop(pair, None)
 
     def ejected(self, now: float) -> frozenset[Pair]:

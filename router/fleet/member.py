@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, structs
 
 from pdserve.kv_compatibility import kind_of
+from pdserve.types import ModelWeights
+from router.fleet.compatibility import compared
 from router.fleet.health import Breaker
 from router.placement.values import NO_ADAPTERS, Candidate, MemberState
 
@@ -19,19 +21,21 @@ if TYPE_CHECKING:
     from pdserve.observe.step_costs import StepMoments
     from pdserve.types import Adapter, KvReport, WorkerInfo, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
+    from router.fleet.compatibility import Compared
 
 logger = logging.getLogger(__name__)
 
 
 class Reported(Struct, frozen=True):
-    """What a worker reported last. Each renewal of its lease and each frame of its connection
-    replaces it whole.
+    """The last report of a worker. Each renewal of its lease and each frame of its link replaces it
+    whole.
 
     `load`, `kv`, `steps`, `busy_s`: None until reported. `foreign_blocks`: KV blocks that requests
     of other routers held at the time of `load`. `recent_steps_at`: arrival of `recent_steps` on the
     event loop's clock. `unhealthy`: the worker's own verdict on its machine. `adapters`: loaded
-    LoRA adapters by key. `busy_s`: total duration of the engine's steps. `streams_s`: the part that
-    streams used, open ones and those that this router saw end.
+    LoRA adapters by key. `busy_s`: total duration of the engine's steps. `streams_s`: the part used
+    by open streams and by streams that ended at this router. `updating`: owner and mode of a change
+    of its `weights`, "" without one.
     """
 
     load: WorkerLoad | None = None
@@ -46,16 +50,16 @@ class Reported(Struct, frozen=True):
     adapters: Mapping[str, Adapter] = {}
     busy_s: float | None = None
     streams_s: float = 0.0
+    weights: ModelWeights = ModelWeights()
+    updating: str = ""
 
 
 @dataclass(slots=True)
 class PlacedLoad:
-    """What this router has placed on a worker: exact and up to date, unlike reports.
-
-    Changed by reservations, and by streams that end (`ended_s`, their engine time).
-    `outstanding_tokens`: prompt tokens that are not prefilled yet. `reserved_blocks`: KV blocks.
-    `resident`: open streams by the key of each LoRA adapter used last, at most `max_loras` unless
-    more are in use.
+    """Load that this router has placed on a worker: exact and up to date, unlike reports. Changed
+    by reservations, and by ending streams (`ended_s`, their engine time). `outstanding_tokens`:
+    prompt tokens not prefilled yet. `reserved_blocks`: KV blocks. `resident`: open streams by the
+    key of each LoRA adapter used last, at most `max_loras` unless more are in use.
     """
 
     outstanding_requests: int = 0
@@ -67,7 +71,7 @@ class PlacedLoad:
     def use_adapter(self, key: str, max_loras: int) -> None:
         """Count a stream that uses an adapter. Evicts the least recently used idle adapter if there
         are more than `max_loras`, as the engine does."""
-        # Removed and added, so that the dictionary is in order of last use.
+        # Removed and added, to keep the dictionary in order of last use.
         self.resident[key] = self.resident.pop(key, 0) + 1
         idle = (x for x, streams in self.resident.items() if not streams)
         if len(self.resident) > max_loras and (oldest := next(idle, None)) is not None:
@@ -84,8 +88,10 @@ class Member:
 
     `lease_end`: end of the lease on the clock of leases; for a lost worker, the time of its loss.
     `lost_as`: state of a lost worker: LOST, LEFT or CRASH_LOOPING. `gone`: why it was lost.
-    `replaced`: instance id of the previous start. `router_distance`: distance from the router
-    (placement/topology.py).
+    `replaced`: instance id of the previous start. `is_outdated`: other workers of its model have
+    newer weights. `router_distance`: distance from the router (placement/topology.py). `roomier`:
+    the fleet's workers that have more room than placements know; whatever frees capacity of this
+    worker adds it.
     """
 
     info: WorkerInfo
@@ -95,19 +101,23 @@ class Member:
     lost_as: MemberState = MemberState.LOST
     gone: str = ""
     replaced: str = ""
+    is_outdated: bool = False
     router_distance: str = ""
+    roomier: set[Member] = field(default_factory=set, repr=False)
     reported: Reported = Reported()  # noqa: RUF009 - immutable
     placed: PlacedLoad = field(default_factory=PlacedLoad)
     breaker: Breaker = field(default_factory=Breaker)
     kind: KvKind = field(init=False, repr=False)
+    compared: Compared = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Computed once: each placement compares the kinds of pairs.
         self.kind = kind_of(self.info)
+        self.compared = compared(self.info)
 
     @property
     def has_left(self) -> bool:
-        """True if the worker deregistered: it stopped and did not die."""
+        """True if the worker deregistered, because it stopped and did not die."""
         return self.lost_as is MemberState.LEFT
 
     @property
@@ -116,6 +126,8 @@ class Member:
             return self.lost_as
         if self.reported.draining:
             return MemberState.DRAINING
+        if self.reported.updating or self.is_outdated:
+            return MemberState.UPDATING
         if self.breaker.until is not None or self.reported.unhealthy:
             return MemberState.SUSPENDED
         return MemberState.READY if self.attached else MemberState.CONNECTING
@@ -147,7 +159,7 @@ class Member:
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks that requests of all routers hold, as far as this router knows."""
+        """KV blocks that requests of all routers hold, as known to this router."""
         return self.placed.reserved_blocks + self.reported.foreign_blocks
 
     @property
@@ -168,32 +180,34 @@ class Member:
         """Replace the reported load. Return True if the worker has more room than was known.
 
         If the worker reports more requests than this router placed, requests of other routers hold
-        the blocks in use beyond those that this router reserved.
+        the used blocks beyond this router's reservations.
         """
-        # Routers share no state, so reports are all that shows the requests of others.
+        # Routers share no state, so only reports show the requests of other routers.
         before, foreign_blocks, placed = self.reported.foreign_blocks, 0, self.placed
         if load.num_running_reqs + load.num_waiting_reqs > placed.outstanding_requests:
             used = self.info.total_blocks - load.free_blocks
             foreign_blocks = max(0, used - placed.reserved_blocks)
         self.reported = structs.replace(self.reported, load=load, foreign_blocks=foreign_blocks)
+        if foreign_blocks < before:
+            self.roomier.add(self)
         return foreign_blocks < before
 
-    def seen(self, state: MemberState | None = None) -> Candidate:
+    def snapshot(self, state: MemberState | None = None) -> Candidate:
         """Return a snapshot of the worker for a placement decision."""
         report, placed = self.reported, self.placed
         return Candidate(
-            self.info.worker_id,
-            self.info.role,
-            self.kind,
-            self.capacity_tokens,
-            self.info,
-            state or self.state,
-            report.load,
-            placed.outstanding_requests,
-            placed.outstanding_tokens,
-            self.used_blocks,
-            report.adapters.keys(),
+            worker_id=self.info.worker_id,
+            role=self.info.role,
+            kind=self.kind,
+            capacity_tokens=self.capacity_tokens,
+            info=self.info,
+            state=state or self.state,
+            load=report.load,
+            outstanding_requests=placed.outstanding_requests,
+            outstanding_tokens=placed.outstanding_tokens,
+            reserved_blocks=self.used_blocks,
+            adapters=report.adapters.keys(),
             # Copied, because `explain` shows the decision later.
-            placed.resident.copy() if placed.resident else NO_ADAPTERS,
-            self.router_distance,
+            resident=placed.resident.copy() if placed.resident else NO_ADAPTERS,
+            router_distance=self.router_distance,
         )

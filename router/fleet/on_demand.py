@@ -15,13 +15,14 @@ from router.placement.filters import check_servable
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from pdserve.config import QueueConfig
     from pdserve.types import Adapter, ModelInfo
     from router.fleet.registry import Fleet
 
 # Seconds that a request counts as load. ASKED_S is longer than the scaler's period. STARTING_S is
 # for a model without workers: as long as a start may take.
 ASKED_S, STARTING_S = 10.0, 900.0
-# Load of a recent request, in workers: enough to start one worker, too little to change a mean.
+# Load of a recent request, in workers: enough to start one, too little to affect a mean.
 ASKED_LOAD = 0.01
 # Assumed duration of a start until one was measured.
 START_S = 60.0
@@ -38,16 +39,13 @@ class OnDemandModels:
         names: Collection[str],
         fleet: Fleet,
         adapters: Mapping[str, Adapter],
-        *,
-        patience_s: float,
-        max_waiting: int,
+        queue: QueueConfig,
     ) -> None:
-        """`adapters`: the served LoRA adapters by name. `patience_s`: longest wait of a request.
-        `max_waiting`: most requests that wait at the same time."""
+        """`adapters`: the served LoRA adapters by name. `queue`: limits of the wait of a request,
+        and of the requests that wait."""
         self.names = frozenset(names)
         self._fleet, self._adapters = fleet, adapters
-        self._patience_s = patience_s
-        self._max_waiting = max_waiting
+        self._queue = queue
         self._waiting = 0
         self._asked_at: dict[str, float] = {}
         self._missed_since: dict[str, float] = {}
@@ -66,9 +64,9 @@ class OnDemandModels:
     async def wait_for(self, name: str, timeout_s: float) -> None:
         """Wait until the model of a request has a worker.
 
-        `name` is the name of a model or LoRA adapter, or "" for the only model. Names that are no
-        on-demand model return at once. Raises Overloaded if too many requests wait, and Unavailable
-        after `timeout_s`.
+        `name` is the name of a model or LoRA adapter, or "" for the only model. Returns at once for
+        a name that is not an on-demand model. Raises Overloaded if too many requests wait, and
+        Unavailable after `timeout_s`.
         """
         served = {*self.names, *self._fleet.models()}
         if not name and len(served) == 1:
@@ -84,12 +82,12 @@ class OnDemandModels:
             self._missed_since.pop(model, None)
             return
         since = self._missed_since.setdefault(model, now)
-        if self._waiting >= self._max_waiting:
+        if self._waiting >= self._queue.max_queued_requests:
             raise Overloaded(
                 f"{self._waiting} requests wait for the start of a worker",
                 retry_after_s=self._retry_after_s(model, since),
             )
-        give_up_at = now + min(timeout_s, self._patience_s)
+        give_up_at = now + min(timeout_s, self._queue.timeout_s)
         self._waiting += 1
         try:
             while not self._is_servable(model):

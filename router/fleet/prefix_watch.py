@@ -34,8 +34,8 @@ class Holder(NamedTuple):
 
 
 class _Masks:
-    """Bit masks of workers by block hash, in parts: a dictionary that grows copies itself. One of
-    10 million blocks would hold up the event loop for a second."""
+    """Bit masks of workers by block hash, in parts, because a growing dictionary copies itself:
+    with 10 million blocks that would block the event loop for a second."""
 
     def __init__(self) -> None:
         self.parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]
@@ -50,7 +50,7 @@ class _Masks:
             part = self.parts[block & _PART]
             mask = part.get(block, 0)
             if mask & bit:
-                # Bits of departed workers go too, which leaves less to purge.
+                # Also clear bits of departed workers, which leaves less to purge.
                 if mask := mask & live & ~bit:
                     part[block] = mask
                 else:
@@ -58,8 +58,8 @@ class _Masks:
                     self.size -= 1
 
     def store(self, blocks: Iterable[int], bit: int, most: int) -> None:
-        """Add a worker to the masks of some blocks. New blocks are ignored beyond `most`."""
-        # Blocks of one prompt mostly have the same workers: they share one mask, which has up to
+        """Add a worker to the masks of some blocks. Ignore new blocks beyond `most`."""
+        # Blocks of one prompt mostly have the same workers, so they share one mask, which has up to
         # 160 bytes for 1,000 workers.
         before, after = 0, bit
         for block in blocks:
@@ -92,8 +92,8 @@ class _Masks:
 
 
 class PrefixIndex:
-    """Maps a block hash to two bit masks: the workers that have the block cached, and those that
-    have it in host memory.
+    """Maps a block hash to two bit masks: workers that have the block cached, and workers that have
+    it in host memory.
 
     A full index accepts no further blocks. Workers then have more cached than the router knows, and
     a request may only be placed on a worker that computes its prompt again.
@@ -105,7 +105,7 @@ class PrefixIndex:
         self._tier_masks = _Masks()
         self._live: dict[int, Holder] = {}  # by bit
         self._live_mask = 0
-        self._departed_mask = 0  # workers that left and whose blocks are not purged yet
+        self._departed_mask = 0  # departed workers whose blocks are not purged yet
         self._free_bits: list[int] = []
 
     def __len__(self) -> int:
@@ -143,8 +143,7 @@ class PrefixIndex:
         masks.store(stored, holder.bit, self.max_blocks)
 
     def cached_blocks(self, chain: Sequence[int]) -> dict[str, int]:
-        """Return the number of leading blocks of `chain` that each worker has cached. Workers
-        without any are left out."""
+        """Return the number of leading blocks of `chain` that each worker has cached, if any."""
         parts = self._masks.parts
         return self._leading(chain, lambda x: parts[x & _PART].get(x, 0))
 
@@ -156,8 +155,8 @@ class PrefixIndex:
 
     def _leading(self, chain: Sequence[int], mask: Callable[[int], int]) -> dict[str, int]:
         found: dict[str, int] = {}
-        # One mask operation per block serves all workers, and it stops at the first block that
-        # nobody has.
+        # One mask operation per block serves all workers, and stops at the first block that no
+        # worker has.
         holders, depth = self._live_mask, 0
         for block in chain:
             remaining = mask(block) & holders
@@ -188,7 +187,7 @@ class PrefixIndex:
         departed = self._departed_mask
         for masks in (self._masks, self._tier_masks):
             yield from masks.purge(departed)
-        # No mask has these bits any more, so new workers may use them.
+        # No mask has these bits, so new workers may use them.
         self._departed_mask &= ~departed
         while departed:
             bit = 1 << (departed.bit_length() - 1)

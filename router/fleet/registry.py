@@ -10,27 +10,32 @@ Workers register with every router and renew a lease; routers share nothing else
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from pdserve.config import HealthConfig
 from pdserve.errors import InvalidRequest
-from pdserve.types import GENERATING, EngineLimits, ModelInfo, Role, WorkerInfo
-from router.fleet.compatibility import check_compatible
+from pdserve.types import GENERATING, EngineLimits, ModelInfo, ModelWeights, Role, WorkerInfo
+from router.fleet.compatibility import Compared, check_compatible
 from router.fleet.health import MAX_TICK_S, Breaker, OutlierEjection, PausingClock
 from router.fleet.member import Member, Reported
+from router.fleet.shortlist import Shortlist
 from router.placement.topology import distance
-from router.placement.values import MemberState
+from router.placement.values import MemberState, may_hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from pdserve.types import Account, Adapter, KvReport, WorkerLoad
+    from pdserve.types import Account, Adapter, KvReport, Regions, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
     from router.placement.topology import Topology
     from router.placement.values import Candidate
 
+_FIRST_WEIGHTS = ModelWeights()
 # Seconds that a lost worker stays a member: requests for its model wait for its return, and
 # operators see why it was lost.
 FORGET_AFTER_S = 60.0
@@ -38,7 +43,7 @@ FORGET_AFTER_S = 60.0
 PAIR_FACTOR = 6
 
 
-class Notice:
+class ChangeSignal:
     """Wakes the tasks that wait for a change."""
 
     def __init__(self) -> None:
@@ -61,12 +66,24 @@ class Notice:
             self._event = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Derived:
+    """Values computed from the members at their first use, because each request reads them and
+    members change rarely. A change of the members drops them."""
+
+    by_model: dict[tuple[str, tuple[Role, ...]], list[Member]] = field(default_factory=dict)
+    largest: dict[tuple[str, bool], tuple[int, int]] = field(default_factory=dict)
+    unsupported: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    shortlists: dict[tuple[str, str, str | None], Shortlist] = field(default_factory=dict)
+    models: dict[str, ModelInfo] = field(default_factory=dict)
+
+
 class Fleet:
     """All workers of this router, by id in `members`.
 
     `outliers`: pairs of workers that must not exchange KV now. `clock`: default is the event
-    loop's. `topology`: labels of this router. Nothing here runs by itself: `run_checks` ticks the
-    lease clock and calls `expire`, and `Connections` keeps a connection to each worker.
+    loop's. `topology`: labels of this router. Has no tasks: `run_checks` ticks the lease clock and
+    calls `expire`, and `LinkPool` keeps a connection to each worker.
     """
 
     def __init__(
@@ -87,14 +104,18 @@ class Fleet:
         self.lease_clock = PausingClock(self.now, max_tick_s)
         self._forget_after_s = forget_after_s
         self._members: dict[str, Member] = {}
-        self.members: Mapping[str, Member] = self._members
         self.slots = 0  # sum of max_num_seqs over all workers that are not lost
         self._crash_loops: dict[str, Member] = {}
-        self._capacity, self._membership = Notice(), Notice()
-        # Views, built at the next use: each request reads them, and members change rarely.
-        self._by_model: dict[tuple[str, tuple[Role, ...]], list[Member]] = {}
-        self._largest: dict[tuple[str, bool], tuple[int, int]] = {}
-        self._models: dict[str, ModelInfo] = {}
+        self._weights: dict[str, ModelWeights] = {}
+        self._capacity, self._membership = ChangeSignal(), ChangeSignal()
+        self._derived = _Derived()
+        self._roomier: set[Member] = set()
+        # Live workers by what `check_compatible` compares, since one of each kind is enough.
+        self._kinds = defaultdict[Compared, dict[str, WorkerInfo]](dict)
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        return self._members
 
     # -- Changes that tasks wait for
 
@@ -114,10 +135,16 @@ class Fleet:
     # -- Membership
 
     def register(
-        self, info: WorkerInfo, *, draining: bool = False, adapters: Collection[Adapter] = ()
+        self,
+        info: WorkerInfo,
+        *,
+        draining: bool = False,
+        adapters: Collection[Adapter] = (),
+        weights: ModelWeights = _FIRST_WEIGHTS,
+        updating: str = "",
     ) -> Member | None:
         """Add a worker, or renew its lease if this instance is known. Return its earlier instance
-        if that died: it has not deregistered, and this registration replaces it.
+        if that died, that is, was replaced without deregistering.
 
         Raises InvalidRequest, naming the field, if it is incompatible with the other workers, or if
         a later instance has registered, which a delayed message must not replace.
@@ -128,14 +155,22 @@ class Fleet:
                 f"worker {info.worker_id}: a later start of it has registered", field="worker_id"
             )
         if known is None or known.lost or known.info != info:
-            check_compatible(info, [m.info for m in self.members.values() if not m.lost])
+            # One of each kind; of two, because one may be this worker before its restart.
+            others = [x for kind in self._kinds.values() for x in islice(kind.values(), 2)]
+            check_compatible(info, others)
             if known is not None and not known.lost:
                 self._lose(known, "it registered again")
                 died = known if known.info.instance_id != info.instance_id else None
             self._add(info, known)
         self._crash_loops.pop(info.worker_id, None)
         self.renew(
-            info.worker_id, info.instance_id, load=None, draining=draining, adapters=adapters
+            info.worker_id,
+            info.instance_id,
+            load=None,
+            draining=draining,
+            adapters=adapters,
+            weights=weights,
+            updating=updating,
         )
         return died
 
@@ -144,10 +179,13 @@ class Fleet:
             info,
             breaker=Breaker(self.health.eject_s),
             router_distance=distance(self.topology, info.topology),
+            roomier=self._roomier,
         )
         if before is not None and before.info.instance_id != info.instance_id:
             member.replaced = before.info.instance_id
         self._members[info.worker_id] = member
+        self._kinds[member.compared][info.worker_id] = info
+        self.slots += info.limits.max_num_seqs
         self._members_changed()
 
     def renew(
@@ -162,6 +200,8 @@ class Fleet:
         adapters: Collection[Adapter] = (),
         gpus: Sequence[w.GpuHealth] = (),
         account: Account | None = None,
+        weights: ModelWeights = _FIRST_WEIGHTS,
+        updating: str = "",
     ) -> Member | None:
         """Extend a lease and return the worker. Return None if this instance is unknown and must
         register. A `load`, `kv` or `account` of None keeps the last report."""
@@ -181,16 +221,36 @@ class Fleet:
             streams_s=report.streams_s
             if account is None
             else account.open_s + member.placed.ended_s,
+            weights=weights,
+            updating=updating,
         )
+        self._compare_weights(member)
         has_more_room = load is not None and member.report_load(load)
         has_other_adapters = member.reported.adapters.keys() != report.adapters.keys()
+        if has_other_adapters:
+            self._derived.shortlists.clear()
         if has_more_room or has_other_adapters or member.state != before:
             self.capacity_changed()
         return member
 
+    def _compare_weights(self, member: Member) -> None:
+        """Follow the newest weights of the model of `member`. Workers with older ones get no
+        requests, so two workers with different weights never meet."""
+        model, sequence = member.info.model.name, member.reported.weights.sequence
+        newest = self.weights_of(model).sequence
+        if sequence > newest:
+            self._weights[model] = member.reported.weights
+            for other in self.members.values():
+                other.is_outdated |= other.info.model.name == model
+        member.is_outdated = sequence < newest
+
+    def weights_of(self, model: str) -> ModelWeights:
+        """Return the newest weights that a worker of `model` has had."""
+        return self._weights.get(model, _FIRST_WEIGHTS)
+
     def deregister(self, worker_id: str, instance_id: str, *, failure: str = "") -> Member | None:
-        """Remove a worker that stops, or that is lost because of `failure`, and return it. Return
-        None for an unknown worker."""
+        """Remove a worker that stops, or is lost because of `failure`, and return it. Return None
+        for an unknown worker."""
         member = self._current(worker_id, instance_id)
         if member is not None:
             self._lose(member, failure or "it left")
@@ -208,7 +268,7 @@ class Fleet:
         known = self.members.get(worker_id)
         if known is not None and known.attached:
             return
-        # A worker that never registered is known by its id, role and model alone.
+        # Only id, role and model are known of a worker that never registered.
         info = WorkerInfo(
             worker_id,
             instance_id="",
@@ -258,43 +318,47 @@ class Fleet:
     def _lose(self, member: Member, why: str) -> None:
         member.lost, member.attached, member.gone = True, False, why
         member.lease_end = self.lease_clock.now()
+        kind = self._kinds[member.compared]
+        del kind[member.worker_id]
+        if not kind:
+            del self._kinds[member.compared]
+        self.slots -= member.info.limits.max_num_seqs
         self._members_changed()
 
     def _members_changed(self) -> None:
-        self._by_model.clear()
-        self._largest.clear()
-        self._models = {}
-        self.slots = sum(m.info.limits.max_num_seqs for m in self.members.values() if not m.lost)
+        self._derived = _Derived()
+        self._roomier.clear()
         self._membership.notify()
         self._capacity.notify()
 
     # -- Views
 
-    def shown(self) -> Mapping[str, Member]:
+    def with_crash_loops(self) -> Mapping[str, Member]:
         """Return the members and the crash-looping workers, for status and metrics."""
         return {**self.members, **self._crash_loops}
 
     def models(self) -> Mapping[str, ModelInfo]:
         """Return the models of all workers by name. The model of a lost worker stays until the
         worker is forgotten, because requests wait for its return."""
-        if not self._models:
+        derived = self._derived
+        if not derived.models:
             # Lost workers first, so that the models of live ones replace theirs. An encode worker
-            # has a part of its model alone.
+            # has only a part of its model.
             members = [m for m in self.members.values() if m.info.role is not Role.ENCODE]
             members.sort(key=lambda m: not m.lost)
-            self._models = {m.info.model.name: m.info.model for m in members}
-        return self._models
+            derived.models.update({m.info.model.name: m.info.model for m in members})
+        return derived.models
 
     def of_model(self, name: str, roles: tuple[Role, ...] = GENERATING) -> Sequence[Member]:
         """Return the workers of a model that have one of these roles, in order of registration,
         including lost ones."""
-        found = self._by_model.get((name, roles))
+        found = self._derived.by_model.get((name, roles))
         if found is None:
             members = [m for m in self.members.values() if m.info.model.name == name]
             found = [m for m in members if m.info.role in roles]
-            # Clients make up names: to keep empty results would take memory for each.
+            # Do not keep empty results, because invented names of clients would fill the memory.
             if found:
-                self._by_model[name, roles] = found
+                self._derived.by_model[name, roles] = found
         return found
 
     def pooling(self, name: str) -> Sequence[Member]:
@@ -309,14 +373,14 @@ class Fleet:
         """Return the worker and the other ranks of its data-parallel group, without lost ones."""
         group = member.info.group
         if not group or self.members.get(member.worker_id) is not member:
-            return [member]  # its group has started again: the ranks of now are others
+            return [member]  # its group has restarted, with new ranks
         others = [m for m in self.members.values() if m is not member and not m.lost]
         return [member, *(m for m in others if m.info.group == group)]
 
     def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
         """Return the largest capacity of a worker of a model in tokens, and the largest block size.
         Prefill workers count only with `prefill_only`, or if there are no others."""
-        found = self._largest.get((model, prefill_only))
+        found = self._derived.largest.get((model, prefill_only))
         if found is None:
             members = self.of_model(model)
             decoding = [m for m in members if prefill_only or m.info.role is not Role.PREFILL]
@@ -325,24 +389,62 @@ class Fleet:
                 max(m.capacity_tokens for m in decoding),
                 max(m.info.block_size for m in decoding),
             )
-            self._largest[model, prefill_only] = found
+            self._derived.largest[model, prefill_only] = found
         return found
+
+    def unsupported_fields(self, model: str) -> Collection[tuple[str, ...]]:
+        """Return the sampling fields that workers of a model refuse, each list of them once."""
+        found = self._derived.unsupported.get(model)
+        if found is None:
+            found = list(dict.fromkeys(m.info.unsupported_fields for m in self.of_model(model)))
+            self._derived.unsupported[model] = found
+        return found
+
+    def shortlist(
+        self, model: str, adapter: str = "", revision: str | None = None
+    ) -> Shortlist | None:
+        """Return the sampler of a model's workers that have an adapter and are of a revision. None
+        if the model has only a few workers."""
+        shortlists = self._derived.shortlists
+        if self._roomier:
+            for shortlist in shortlists.values():
+                if shortlist.is_drawn:
+                    shortlist.reopen(self._roomier)
+            self._roomier.clear()
+        found = shortlists.get((model, adapter, revision))
+        if found is None:
+            members = [
+                m
+                for m in self.of_model(model)
+                if (not adapter or adapter in m.reported.adapters)
+                and (revision is None or m.info.revision == revision)
+            ]
+            found = Shortlist(members)
+            if members:  # clients may invent names, but no workers that have them
+                shortlists[model, adapter, revision] = found
+        if not adapter and revision is None:
+            return None if found.is_short else found
+        return None if self.shortlist(model) is None else found
 
     def candidates(self, model: str) -> list[Candidate]:
         """Return snapshots of the workers of a model for a placement decision. If none is ready,
         suspended workers count as ready, because any worker is better than none."""
         members = self.of_model(model)
-        found = [m.seen() for m in members]
+        found = [m.snapshot() for m in members]
         if MemberState.READY in [c.state for c in found]:
             return found
-        return [m.seen(MemberState.READY if m.is_suspect else None) for m in members]
+        return [m.snapshot(MemberState.READY if m.is_suspect else None) for m in members]
 
-    def has_ready(self, model: str) -> bool:
-        return any(m.state is MemberState.READY for m in self.of_model(model))
+    def has_ready(self, model: str, regions: Regions = None) -> bool:
+        """Return True if a worker of `model` is ready in one of these regions."""
+        return any(
+            m.state is MemberState.READY and may_hold(regions, m.info.topology)
+            for m in self.of_model(model)
+        )
 
     def is_last(self, member: Member) -> bool:
-        """Return True if no other worker of its model can do what it does. Nothing needs an encode
-        worker."""
+        """Return True if no other worker of its model can replace it. Encode workers are always
+        replaceable."""
         role = member.info.role
         if role is Role.ENCODE:
             return False

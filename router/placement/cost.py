@@ -1,7 +1,7 @@
 """Cost model: predicts the latency of a placement from what workers measured.
 
-TTFT = wait behind prompts that were placed before + prefill time (a step model fitted for each
-worker). Then decode waits for the exposed part of the KV transfer. All times are in seconds.
+TTFT = wait behind earlier prompts + prefill time (a step model fitted for each worker). Then decode
+waits for the exposed part of the KV transfer. All times are in seconds.
 
 The cost counts missed latency targets. A latency well within its limit costs a little, in
 proportion. A latency well beyond it has missed the target, and more delay costs only a little
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pdserve.observe.step_costs import (
     DECODE_KV_TOKENS,
@@ -34,14 +34,14 @@ from pdserve.observe.step_costs import (
 from pdserve.types import Role
 from router.admission import LatencyEstimate
 from router.placement.topology import PRIOR_S, distance
-from router.placement.values import MemberState, Prediction, PrefixFetch
+from router.placement.values import MemberState, Prediction, PrefixFetch, may_hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from pdserve.config import SloConfig
     from pdserve.observe.step_costs import Moments
-    from pdserve.types import Receipt, Usage, WorkerInfo
+    from pdserve.types import Receipt, Regions, Usage, WorkerInfo
     from router.placement.values import Cached, Candidate, Decision, Demand
 
 EARLY = 0.1
@@ -50,26 +50,35 @@ SPREAD = 0.3
 # errors of the prediction would decide, and a prompt on a decode worker delays its streams.
 MARGIN = 0.1
 MARGIN_S = 0.002
+# Advice on disaggregation at the recent load. Differences up to ALIKE do not count.
+ALIKE = 0.1
+Verdict = Literal["yes", "no", "about equal", "overload"]
+ADVICE: Final[Mapping[Verdict, str]] = {
+    "yes": "Keep separate prefill and decode workers",
+    "no": "As many aggregated workers would serve this load better; `pdserve bench compare` checks",
+    "about equal": "The difference is within 10 %: neither is worth a change at this load",
+    "overload": "This load is too much for either: add workers, or send less",
+}
 
 MIN_STEPS = 8.0  # measured steps of a kind before anything is predicted
 OWN_STEPS = 16.0  # measured steps of a kind before a worker is fitted by itself
-MAX_EXTRAPOLATION = 8.0  # longest prompt predicted, over the longest measured
+MAX_EXTRAPOLATION = 8.0  # longest predicted prompt / longest measured prompt
 REFIT_S = 2.0
 LEARNING_S = 0.1  # replaces REFIT_S while prefill has not been measured
 MIN_SAMPLES = 5.0
 REMEMBERED = 64.0
 MAX_PAIRS = 4096
-# Assumed time of a copy of cached KV outside of engine steps, before any was measured.
+# Assumed time of a copy of cached KV outside of engine steps, before the first measurement.
 FETCH_S = 0.005
 FETCH_TOKEN_S = 1e-5
 FAR_TOKENS = 1 << 16  # length of the longer of the two copies that are assumed
-RELEARN_S = 60.0  # measured copies older than this say nothing of the load now
+RELEARN_S = 60.0  # measured copies older than this do not reflect the current load
 FIRST_GAPS = 16.0  # assumed gaps between tokens in an answer, before the first answer
 
 
 class PromptWork(Struct, frozen=True):
-    """Remaining prefill work: `tokens` to compute, `pairs` of tokens that attend to each other, and
-    `end`, the length of the longest context."""
+    """Remaining prefill work. `tokens`: to compute. `pairs`: pairs of tokens that attend to each
+    other. `end`: length of the longest context."""
 
     tokens: int = 0
     pairs: float = 0.0
@@ -77,7 +86,8 @@ class PromptWork(Struct, frozen=True):
 
 
 def prompt_work(tokens: int, cached: int = 0) -> PromptWork:
-    """Return the work of a prompt with `cached` tokens; the last token is always computed."""
+    """Return the work of a prompt of which `cached` tokens are cached; the last token is always
+    computed."""
     cached = min(cached, tokens - 1)
     return PromptWork(tokens - cached, (tokens**2 - cached**2) / 2, tokens)
 
@@ -93,11 +103,11 @@ _NO_BATCH = Batch()
 
 
 def decode_batch(candidate: Candidate) -> Batch:
-    """Return the batch that a worker decodes now: as reported, or before the first report, as
+    """Return the batch that a worker decodes now: as reported or, before its first report, as
     placed by this router."""
     info, load = candidate.info, candidate.load
     if candidate.role is Role.PREFILL:
-        return _NO_BATCH  # its requests are prompts, which the queues count
+        return _NO_BATCH  # its requests are in prefill; `_queues` counts them
     if load is None:
         return Batch(candidate.outstanding_requests, candidate.reserved_blocks * info.block_size)
     used = max(0, info.total_blocks - load.free_blocks)
@@ -142,13 +152,13 @@ class StepModel(Struct, frozen=True):
         return steps_s + self.prompt_s(work.tokens, work.pairs)
 
     def steps_of(self, tokens: int) -> int:
-        """Return the number of steps that compute prompts of so many tokens."""
+        """Return the number of steps that compute prompts of `tokens` tokens."""
         return math.ceil(tokens / self.chunk_tokens) if self.chunk_tokens else 1
 
 
 def fit_steps(own: StepMoments, pool: StepMoments, chunk_tokens: int = 0) -> StepModel:
-    """Fit the step model of a worker. A kind of step that the worker measured too rarely is taken
-    from `pool`, the steps of all workers of the model."""
+    """Fit the step model of a worker. `pool`, the steps of all workers of the model, stands in for
+    a kind of step that the worker measured too rarely."""
     prefill, decode = _enough(own.prefill, pool.prefill), _enough(own.decode, pool.decode)
     both = total((prefill, decode))
     return StepModel(fit_costs(both), prefill.steps, decode.steps, both.end, chunk_tokens)
@@ -173,7 +183,7 @@ def predicted_latencies(
     steps: StepModel, means: RequestMeans, prefill_workers: int, decode_workers: int
 ) -> tuple[Latency, Latency] | None:
     """Predict the mean latency of requests like `means` on prefill and decode workers, and on the
-    same number of aggregated workers. Return None while too little was measured.
+    same number of aggregated workers. Return None while there are too few measurements.
 
     A worker that prefills `rate` prompts a second is a queue with constant service time (M/D/1). By
     Little's law its streams use a share of a decode worker's time, and prompts too if it is
@@ -258,9 +268,9 @@ class _Mean:
 class _CopyTime:
     """Seconds of a copy as a line over its tokens, fitted to about the last REMEMBERED copies.
 
-    It begins with two assumed copies. Without the longer one, a few short copies would say how long
-    very long ones take. `at`: time of the last copy. `sums`: of 1, tokens, tokens², seconds,
-    tokens·seconds.
+    It begins with two assumed copies. Without the longer one, a few short copies would determine
+    the prediction for very long ones. `at`: time of the last copy. `sums`: sums of 1, tokens,
+    tokens², seconds, tokens·seconds.
     """
 
     at: float
@@ -288,10 +298,9 @@ class _CopyTime:
 
 @dataclass(slots=True)
 class RequestMeans:
-    """Moving means over the answered requests of a model.
-
-    `prompt_tokens`: prompt tokens that were not cached. `first_s`: from placement to the first
-    token. `gaps`: output tokens minus one. `interval_s`: time between two answers.
+    """Moving means over the answered requests of a model. `prompt_tokens`: uncached prompt tokens.
+    `first_s`: from placement to the first token. `gaps`: output tokens minus one. `interval_s`:
+    time between two answers.
     """
 
     prompt_tokens: _Mean = field(default_factory=_Mean)
@@ -305,8 +314,8 @@ class RequestMeans:
 
     @property
     def decoding_share(self) -> float:
-        """Share of a request's time on its decode worker that it decodes; the rest is waiting for
-        prefill."""
+        """Share of its time on the decode worker that a request decodes. It waits for prefill the
+        rest."""
         return self.decode_s.value / max(self.first_s.value + self.decode_s.value, 1e-9)
 
 
@@ -319,7 +328,7 @@ class MeasuredWorker(Protocol):
     def steps(self) -> StepMoments | None: ...
     @property
     def state(self) -> MemberState: ...
-    def seen(self) -> Candidate: ...
+    def snapshot(self) -> Candidate: ...
 
 
 class MeasuredFleet(Protocol):
@@ -331,8 +340,8 @@ class MeasuredFleet(Protocol):
 
 
 class CostModel:
-    """Predictions for placement and admission. They come from the step times that the workers of
-    `fleet` report, and from the requests recorded by `placed`, `computed` and `answered`."""
+    """Predictions for placement and admission. Inputs: step times that the workers of `fleet`
+    report, and requests recorded by `placed`, `computed` and `answered`."""
 
     def __init__(
         self,
@@ -352,7 +361,7 @@ class CostModel:
         self._fits: dict[str, _Fits] = {}  # by model
         self._queues: dict[str, _PromptQueue] = {}  # by worker
         self._means: dict[str, RequestMeans] = {}  # by model
-        self._encodes: dict[str, _Mean] = {}  # by model: time for a token of an image
+        self._encodes: dict[str, _Mean] = {}  # by model: seconds per image token
         self._transfers: dict[tuple[str, str], _Mean] = {}
         self._distances: dict[tuple[str, str], _Mean] = {}  # by model and topology.distance
         self._copies: dict[tuple[str, str], _CopyTime] = {}  # likewise
@@ -372,7 +381,7 @@ class CostModel:
 
     def _fits_of(self, model: str) -> _Fits:
         now, fits = self._clock(), self._fits.get(model)
-        # Refit more often until prefill is known, since nothing can be predicted before.
+        # Refit more often until prefill is fitted, because nothing can be predicted before.
         fresh_s = self._refit_s if fits is not None and fits.pooled.knows_prefill else LEARNING_S
         if fits is None or now - fits.at >= fresh_s:
             moments = pooled(m.steps for m in self._fleet.of_model(model) if m.steps is not None)
@@ -380,13 +389,13 @@ class CostModel:
         return fits
 
     def means(self, model: str) -> RequestMeans | None:
-        """Return the means over the answered requests of a model, None if there are too few."""
+        """Return the means over the answered requests of a model, None after too few."""
         means = self._means.get(model)
         return means if means is not None and means.gaps.count >= MIN_SAMPLES else None
 
     def estimate(self, model: str, prompt_tokens: int, max_tokens: int) -> LatencyEstimate | None:
-        """Predict the latency of a request for admission. Return None while too little was
-        measured."""
+        """Predict the latency of a request for admission. Return None while there are too few
+        measurements."""
         means = self.means(model)
         if means is None:
             return None
@@ -397,6 +406,18 @@ class CostModel:
         decode_s = means.decode_s.value * min(1.0, max_tokens / max(1.0, means.gaps.value))
         return LatencyEstimate(wait_s, prefill_s, decode_s)
 
+    def busy_s(
+        self, model: str, batch: Batch, prompt_tokens: int, output_tokens: float
+    ) -> tuple[float, float] | None:
+        """Predict a request's shares of prefill steps and of decode steps, which it shares with
+        `batch`. Return None while there are too few measurements."""
+        steps, work = self._fits_of(model).pooled, prompt_work(max(1, prompt_tokens))
+        prefill_s = steps.prefill_s(work)
+        if prefill_s is None or not steps.knows_decode:
+            return None
+        shared = Batch(batch.reqs + 1, batch.kv_tokens + work.end)
+        return prefill_s, output_tokens * steps.decode_step_s(shared) / shared.reqs
+
     def disaggregation(self, model: str) -> str:
         """Return a sentence that says whether disaggregation helps at the recent load."""
         found = self.counterfactual(model)
@@ -406,12 +427,14 @@ class CostModel:
             f"TTFT {x.ttft_s:.3f} s, TPOT {x.tpot_s:.4f} s" if x.is_finite else "overload"
             for x in found
         ]
-        helps = "yes" if self.prefers(*found) else "no"
-        return f"{helps}: predicted {texts[0]}; aggregated {texts[1]}"
+        verdict = self.verdict(*found)
+        means = f"predicted means {texts[0]}; aggregated {texts[1]}"
+        return f"{verdict}: {means}. {ADVICE[verdict]}"
 
     def counterfactual(self, model: str) -> tuple[Latency, Latency] | None:
         """Predict the mean latency of recent requests on the model's prefill and decode workers,
-        and on the same number of aggregated workers. Return None while too little was measured."""
+        and on the same number of aggregated workers. Return None while there are too few
+        measurements."""
         means = self.means(model)
         if means is None:
             return None
@@ -419,18 +442,24 @@ class CostModel:
         counts = [sum(m.info.role is x for m in ready) for x in (Role.PREFILL, Role.DECODE)]
         return predicted_latencies(self._fits_of(model).pooled, means, *counts)
 
-    def prefers(self, first: Latency, second: Latency) -> bool:
-        """Return True if the first latency has the lower cost by the SLO."""
+    def verdict(self, split: Latency, aggregated: Latency) -> Verdict:
+        """Compare two predictions by their cost. A difference of at most ALIKE, in cost or in both
+        latencies, counts as equal, because it is within the prediction error."""
+        if not (split.is_finite or aggregated.is_finite):
+            return "overload"
+        pairs = [*zip(structs.astuple(split), structs.astuple(aggregated), strict=True)]
         cost_s = [
-            self._ttft_cost_s(x.ttft_s) + self._tpot_cost_s(x.tpot_s) for x in (first, second)
+            self._ttft_cost_s(x.ttft_s) + self._tpot_cost_s(x.tpot_s) for x in (split, aggregated)
         ]
-        return cost_s[0] < cost_s[1]
+        if all(_alike(*pair) for pair in pairs) or _alike(*cost_s):
+            return "about equal"
+        return "yes" if cost_s[0] < cost_s[1] else "no"
 
     def predict(
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
     ) -> Prediction | None:
         """Predict a placement. Without `prefill` it is aggregated on `decode`. Return None while
-        too little was measured."""
+        there are too few measurements."""
         steps = self.step_model(decode.worker_id)
         if steps is None or not steps.knows_decode:
             return None
@@ -474,11 +503,11 @@ class CostModel:
         streams: int,
         gaps: float,
     ) -> tuple[float, float]:
-        """Return the summed delay by a prompt on `decode`, and its cost, of the `streams` there and
-        on the other ranks of its group, whose steps take `before_s`."""
+        """Return (total delay, cost) that a prompt on `decode` causes to the `streams` of its rank
+        group. `before_s`: their step time without the prompt."""
         delay_s = steps.prompt_s(work.tokens, work.pairs)
         if queue := self._queues.get(decode.worker_id):
-            # Queued prompts become streams, and they already delay the streams that run.
+            # Queued prompts become streams, and already delay the running ones.
             streams += len(queue.prompts)
             before_s += steps.prompt_s(queue.tokens, queue.pairs) / gaps
         after_s = before_s + delay_s / gaps
@@ -486,11 +515,9 @@ class CostModel:
         return streams * delay_s, cost_s
 
     def tier_worth(self, demand: Demand, worker: Candidate, cached: int, in_tiers: int) -> int:
-        """Return the number of cached tokens that would save as much time as loading `in_tiers`
-        tokens from host memory.
-
-        Return `in_tiers` while either time is unknown. The result is negative if loading is slower
-        than computing.
+        """Return the number of cached tokens that save as much time as loading `in_tiers` tokens
+        from host memory. Return `in_tiers` while either time is unknown. The result is negative if
+        loading is slower than computing.
         """
         steps = self.step_model(worker.worker_id)
         if worker.load is None or steps is None or not steps.knows_prefill:
@@ -504,8 +531,8 @@ class CostModel:
     def fetch(
         self, demand: Demand, worker: Candidate, holder: Candidate, cached: int, held: int
     ) -> PrefixFetch | None:
-        """Predict a copy to `worker`, which has `cached` tokens of the prompt, of those up to
-        `held` that `holder` has cached. Return None while too little was measured.
+        """Predict a copy from `holder`, which has `held` tokens of the prompt cached, to `worker`,
+        which has `cached`. Return None while there are too few measurements.
 
         The holder computes one token, behind the prompts that wait there. Then the blocks move, and
         the worker computes one token, too.
@@ -532,7 +559,7 @@ class CostModel:
         )
 
     def fetched(self, model: str, worker_id: str, plan: PrefixFetch, took_s: float) -> None:
-        """Record a copy to `worker_id` that ended after `took_s`, or was given up then."""
+        """Record a copy to `worker_id` that ended or was given up after `took_s`."""
         ends = map(self._fleet.members.get, (plan.holder, worker_id))
         holder, worker = [{} if x is None else x.info.topology for x in ends]
         in_steps_s = plan.copy_s - plan.transfer_s
@@ -549,7 +576,7 @@ class CostModel:
         """Return False if the predicted TPOT of `decode` with one more request exceeds
         `reject_factor × tpot_s`."""
         limit_s = self.slo.tpot_s * self.slo.reject_factor
-        # An idle worker accepts a request in any case, however strict the limit is.
+        # An idle worker accepts any request, however strict the limit is.
         if not limit_s or demand.prefill_only or not decode.outstanding_requests:
             return True
         model = self.step_model(decode.worker_id)
@@ -557,7 +584,7 @@ class CostModel:
             return True
         means, batch = self.means(demand.model), decode_batch(decode)
         context = batch.kv_tokens / batch.reqs if batch.reqs else demand.prompt_tokens
-        # The other requests placed there still wait for their prefill and do not decode yet.
+        # The other requests placed there wait for their prefill and do not decode yet.
         decoding = decode.outstanding_requests * (1.0 if means is None else means.decoding_share)
         alone_s = model.decode_step_s(Batch(1, round(context)))
         slope_s = model.decode_step_s(Batch(2, round(2 * context))) - alone_s
@@ -566,14 +593,15 @@ class CostModel:
         return max(alone_s + decoding * slope_s, group_s) <= limit_s
 
     def placed(self, decision: Decision) -> tuple[Prediction | None, QueuedPrompt]:
-        """Record a placement. Return its prediction, and the prompt to pass to `computed`."""
+        """Record a placement. Return its prediction and the prompt, to be passed to `computed`
+        later."""
         placement, demand = decision.placement, decision.demand
         assert placement is not None, "the request was placed"
         decode, prefill = placement.decode, placement.prefill
         prediction = None
         if not demand.prefill_only:
             names = (None if prefill is None else prefill.worker_id, decode.worker_id)
-            # The policy has predicted it already, if it compares costs.
+            # A policy that compares costs has already predicted it.
             made = {(p.prefill, p.decode): p for p in decision.predictions}
             prediction = made.get(names) or self.predict(demand, prefill, decode, decision.cached)
         worker = prefill or decode
@@ -599,7 +627,7 @@ class CostModel:
             del self._queues[prompt.worker_id]
 
     def encoded(self, model: str, tokens: int, seconds: float) -> None:
-        """Record the time of an encode worker for images of so many tokens."""
+        """Record the encode time of `tokens` image tokens."""
         self._encodes.setdefault(model, _Mean()).add(seconds / tokens)
 
     def encode_s(self, model: str, tokens: int) -> float | None:
@@ -609,6 +637,19 @@ class CostModel:
     def prefill_wait_s(self, demand: Demand, prefill: Candidate, cached: Cached) -> float | None:
         first = self._first_token_s(prefill, _work(demand, prefill, cached), _NO_BATCH)
         return None if first is None else first[0]
+
+    def soonest_s(self, model: str, prompt_tokens: int, regions: Regions = None) -> float | None:
+        """Predict the TTFT of a new prompt on the worker that would compute it first. Return None
+        if no ready worker of the model in these regions is measured."""
+        work = prompt_work(prompt_tokens)
+        found = [
+            self._first_token_s(c, work, decode_batch(c))
+            for c in (m.snapshot() for m in self._fleet.of_model(model))
+            if c.state is MemberState.READY
+            and c.role in (Role.PREFILL, Role.AGGREGATED)
+            and may_hold(regions, c.info.topology)
+        ]
+        return min((sum(x) for x in found if x is not None), default=None)
 
     def answered(
         self, model: str, usage: Usage, receipt: Receipt, *, ttft_s: float, e2e_s: float
@@ -641,8 +682,8 @@ class CostModel:
     def _first_token_s(
         self, worker: Candidate, work: PromptWork, running: Batch
     ) -> tuple[float, float] | None:
-        """Return the wait behind the queued prompts, and the time from its end to the first token.
-        An engine computes prompts in order, several in one step if they fit."""
+        """Return (wait behind the queued prompts, time from the end of the wait to the first
+        token). An engine computes prompts in order, several in one step if they fit."""
         steps, queue = self.step_model(worker.worker_id), self._queues.get(worker.worker_id)
         alone_s = None if steps is None else steps.prefill_s(work, running)
         if steps is None or alone_s is None:
@@ -657,14 +698,14 @@ class CostModel:
         head_s = steps.prefill_s(PromptWork(head.tokens, head.pairs), running)
         if together_s is None or head_s is None:
             return None
-        # The engine has worked on the first prompt since then, but no longer than it takes.
+        # The engine has worked on the first prompt since then, at most for its predicted time.
         done_s = min(self._clock() - queue.head_since, head_s)
         group_s = self._group_s(worker, steps, ahead.tokens, running)
         return max(0.0, max(together_s - done_s, group_s) - alone_s), alone_s
 
     def _group_s(self, worker: Candidate, steps: StepModel, tokens: int, running: Batch) -> float:
-        """Return the least time of the steps that compute so many tokens on `worker`, because of
-        the prompts that the other ranks of its group compute in them. 0 without a group."""
+        """Return a lower bound of the time to compute `tokens` on `worker`, set by the prompts that
+        the other ranks of its group compute in the same steps. 0 without a group."""
         count, longest_s = steps.steps_of(tokens), 0.0
         for rank in self._ranks_of(worker):
             queue = self._queues.get(rank.worker_id)
@@ -676,14 +717,14 @@ class CostModel:
         return longest_s
 
     def _ranks_of(self, worker: Candidate) -> list[Candidate]:
-        """Return the ranks of the worker's data-parallel group, or the worker alone. A step of each
-        is as long as the longest of all."""
+        """Return the ranks of the worker's data-parallel group, or the worker alone. All ranks step
+        in lockstep, as long as the slowest."""
         group = worker.info.group
         if not group:
             return [worker]
         members = self._fleet.of_model(worker.info.model.name)
         return [
-            m.seen()
+            m.snapshot()
             for m in members
             if m.info.group == group
             and m.info.role is worker.role
@@ -691,15 +732,15 @@ class CostModel:
         ] or [worker]
 
     def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
-        """Return the mean wait for KV between workers at this distance, or the prior while too
-        little was measured. Return 0 if their labels show no distance."""
+        """Return the mean wait for KV between workers at this distance, or the prior before enough
+        measurements. Return 0 if their labels show no distance."""
         level = distance(prefill.info.topology, decode.info.topology)
         mean = self._distances.get((model, level)) if level else None
         return mean.value if mean is not None and mean.count >= MIN_SAMPLES else PRIOR_S[level]
 
     def _transfer_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:
-        """Return the mean wait for KV between two workers, or between all workers at this distance,
-        or the prior while neither was measured."""
+        """Return the mean wait for KV between two workers; before enough measurements, the mean
+        over all workers at this distance, or the prior."""
         level = distance(prefill.info.topology, decode.info.topology)
         pair = self._transfers.get((prefill.worker_id, decode.worker_id))
         for mean in (pair, self._distances.get((model, level))):
@@ -721,6 +762,10 @@ class CostModel:
 def _cost(x: float) -> float:
     ramp = min(1.0, max(0.0, (x - 1.0 + SPREAD) / (2.0 * SPREAD)))
     return EARLY * x + (1.0 - EARLY) * ramp
+
+
+def _alike(one: float, other: float) -> bool:
+    return max(one, other) <= (1.0 + ALIKE) * min(one, other) < math.inf
 
 
 def is_clearly_cheaper(cost_s: float, other_s: float) -> bool:

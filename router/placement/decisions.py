@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping  # noqa: TC003 - msgspec evaluates the hints of a Struct
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from msgspec import Struct
 
 from pdserve import wire
+from pdserve.types import ModelChoice
 from pdserve.v1 import admin_pb2 as a
 from router.placement.filters import why_not
 from router.placement.values import Prediction
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from router.placement.values import Candidate, Decision
+
+T = TypeVar("T")
 
 MAX_OF_ONE_REQUEST = 16
 
@@ -22,7 +30,8 @@ _PREDICTED_S = tuple(x for x in Prediction.__struct_fields__ if x.endswith("_s")
 
 class RecordedDecision(Struct, frozen=True, gc=False):
     """One decision, without the prompt's tokens. `cause`: why the request was placed again.
-    `refused`: why it was not placed.
+    `refused`: why it was not placed. `forwarded_to`: the region that gets it, or "". `peers`: by
+    other region, its prediction or why it cannot get the request.
 
     Not tracked by garbage collection: thousands are kept, and each collection would visit them.
     """
@@ -31,46 +40,82 @@ class RecordedDecision(Struct, frozen=True, gc=False):
     decision: Decision
     cause: str = ""
     refused: str = ""
+    forwarded_to: str = ""
+    peers: Mapping[str, str] = MappingProxyType({})
 
     @property
     def waits(self) -> bool:
-        return self.decision.placement is None and not self.refused
+        return self.decision.placement is None and not (self.refused or self.forwarded_to)
 
 
-class DecisionLog:
-    """Keeps the decisions of the last `size` requests that were placed."""
+class RecentRequests(Generic[T]):
+    """Entries of the last `size` requests that have some. What was kept longest ago is dropped
+    first."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        # Lists, because most requests have one decision, for which a deque takes 600 bytes.
-        self._requests: OrderedDict[str, list[RecordedDecision]] = OrderedDict()
+        self.size = size
+        # Lists, because most requests have one entry, for which a deque takes 600 bytes.
+        self._requests: OrderedDict[str, list[T]] = OrderedDict()
 
-    def record(
-        self, decision: Decision, unix_time_s: float, *, cause: str = "", refused: str = ""
-    ) -> None:
-        if not self._size:
-            return
-        request_id = decision.demand.request_id
-        recorded = RecordedDecision(unix_time_s, decision.without_prompt(), cause, refused)
-        # Removed and added, so that the request that was placed longest ago is dropped first.
-        decisions = self._requests.pop(request_id, [])
-        if recorded.waits and decisions and decisions[-1].waits:
-            # A waiting request is tried whenever another one ends. Keep only the last try.
-            decisions.pop()
-        self._requests[request_id] = [*decisions[1 - MAX_OF_ONE_REQUEST :], recorded]
-        if len(self._requests) > self._size:
-            self._requests.popitem(last=False)
-
-    def of(self, request_id: str) -> list[RecordedDecision]:
-        """Return the recorded decisions of a request, in order."""
+    def entries(self, request_id: str) -> list[T]:
         return self._requests.get(request_id, [])
 
+    def keep(self, request_id: str, entries: list[T]) -> None:
+        """Keep these entries of a request, and no others."""
+        if self.size:
+            self._requests[request_id] = entries
+            self._requests.move_to_end(request_id)
+            if len(self._requests) > self.size:
+                self._requests.popitem(last=False)
 
-def explained(decisions: list[RecordedDecision]) -> a.ExplainedRequest:
+    def of(self, request_id: str) -> list[T]:
+        """Return the entries of a request, in order. An X-Request-Id chosen by a client names its
+        latest request; the API prepends a prefix."""
+        if found := self._requests.get(request_id):
+            return found
+        # The first of several prompts, which are numbered.
+        own = re.compile(rf"[a-z]+[-_]{re.escape(request_id)}(-0)?")
+        named = next((x for x in reversed(self._requests) if own.fullmatch(x)), "")
+        return self._requests.get(named, [])
+
+
+class DecisionLog(RecentRequests[RecordedDecision]):
+    """Keeps the decisions of the last requests that were placed. `chosen`: the choices of virtual
+    models for them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.chosen = RecentRequests[ModelChoice](size)
+
+    def record(
+        self,
+        decision: Decision,
+        unix_time_s: float,
+        *,
+        cause: str = "",
+        refused: str = "",
+        forwarded_to: str = "",
+        peers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        if not self.size:
+            return
+        request_id, decision = decision.demand.request_id, decision.without_prompt()
+        recorded = RecordedDecision(unix_time_s, decision, cause, refused, forwarded_to, peers)
+        decisions = self.entries(request_id)
+        if recorded.waits and decisions and decisions[-1].waits:
+            # A waiting request is placed anew whenever another one ends. Keep only the last try.
+            decisions = decisions[:-1]
+        self.keep(request_id, [*decisions[1 - MAX_OF_ONE_REQUEST :], recorded])
+
+
+def explained(
+    decisions: list[RecordedDecision], choices: Iterable[ModelChoice] = ()
+) -> a.ExplainedRequest:
     """Return the decisions of one request as a message."""
     return a.ExplainedRequest(
-        request_id=decisions[0].decision.demand.request_id,
+        request_id=decisions[0].decision.demand.request_id if decisions else "",
         decisions=[_decision_to_pb(recorded) for recorded in decisions],
+        choices=map(wire.choice_to_pb, choices),
     )
 
 
@@ -81,6 +126,8 @@ def _decision_to_pb(recorded: RecordedDecision) -> a.PlacementDecision:
         unix_time_s=recorded.unix_time_s,
         cause=recorded.cause,
         refused=recorded.refused,
+        forwarded_to=recorded.forwarded_to,
+        peers=recorded.peers,
         policy=decision.policy,
         model=demand.model,
         prompt_tokens=demand.prompt_tokens,
@@ -98,6 +145,7 @@ def _decision_to_pb(recorded: RecordedDecision) -> a.PlacementDecision:
         asked_prefix=decision.asked_prefix,
         encoder=decision.encoder,
         encoder_reason=decision.encoder_reason,
+        not_drawn=decision.not_drawn,
         predictions=[
             a.PlacementPrediction(
                 prefill=prediction.prefill or "",

@@ -1,7 +1,6 @@
-"""Whether an encode worker computes the embeddings of a request's images, and which one.
-
-It pays where the prefill worker is busy: the images are encoded while other prompts are computed.
-An idle prefill worker encodes them itself, without a transfer.
+"""Decide whether an encode worker computes the embeddings of a request's images, and which one. It
+helps if the prefill worker is busy: the images are encoded while other prompts are computed. An
+idle prefill worker encodes them itself, without a transfer.
 """
 
 from __future__ import annotations
@@ -10,29 +9,29 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from router.placement.values import MemberState
+from router.placement.values import MemberState, may_hold
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from router.placement.values import Cached, Candidate, Decision, Demand
 
-# Time for embeddings to travel, and errors of the predictions.
+# Allowance for the transfer of embeddings and for prediction errors.
 MARGIN_S = 0.005
 
 
 class EncoderChoice(Struct, frozen=True):
-    """`worker_id`: of the encode worker, "" if prefill encodes. `reason`: why, for `explain`."""
+    """`worker_id`: the encode worker, "" if prefill encodes. `reason`: why, for `explain`."""
 
     worker_id: str = ""
     reason: str = ""
 
 
 class EncodeTimes(Protocol):
-    """Predictions of CostModel, None while too little was measured."""
+    """Predictions of CostModel, None while there are too few measurements."""
 
     def encode_s(self, model: str, tokens: int) -> float | None:
-        """Return the time of an encode worker for images of so many tokens."""
+        """Return the encode time of `tokens` image tokens."""
         ...
 
     def prefill_wait_s(self, demand: Demand, prefill: Candidate, cached: Cached) -> float | None:
@@ -43,7 +42,7 @@ class EncodeTimes(Protocol):
 def choose_encoder(
     decision: Decision, encoders: Sequence[Candidate], costs: EncodeTimes | None
 ) -> EncoderChoice:
-    """Choose for a request with images that was placed. `encoders`: the encode workers of its
+    """Choose the encoder of a placed request with images. `encoders`: the encode workers of its
     model."""
     placement, demand = decision.placement, decision.demand
     prefill = None if placement is None else placement.prefill
@@ -59,6 +58,7 @@ def choose_encoder(
         c
         for c in encoders
         if c.state is MemberState.READY
+        and may_hold(demand.regions, c.info.topology)
         and c.worker_id not in demand.without | demand.avoid
         and (c.worker_id, name) not in demand.excluded
     ]

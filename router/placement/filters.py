@@ -1,6 +1,7 @@
-"""Filters: select the workers that can serve a demand, and explain why others cannot.
+"""Filters: select the workers that can serve a demand, and report why the others cannot.
 
-A worker must, in this order: be ready; hold the prompt and one token; have the LoRA adapter loaded;
+A worker must, in this order: be ready; be in a region where the request may be; hold the prompt and
+one token; have the LoRA adapter loaded;
 not be in `without`; not be in `avoid`, unless the role has no other worker; exchange KV with a
 worker of the other phase; have free KV blocks and a free slot for the adapter.
 """
@@ -10,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.errors import Unavailable
+from pdserve.errors import Refusal, Unavailable
 from pdserve.kv_compatibility import exchange, unpaired
 from pdserve.types import Role
-from router.placement.values import MemberState
+from router.placement.values import MemberState, may_hold, shown_regions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 AGGREGATED = "aggregated"
 LIVE_KV = "live_kv"
 
-# Reasons that one error names: those of a large fleet would make it unreadable.
+# Largest number of reasons in one error, which a large fleet would make unreadable.
 _MAX_REASONS = 3
 
 
@@ -41,7 +42,7 @@ class Eligible:
     def producers(self, decode: Candidate) -> list[Candidate]:
         """Return the prefill workers that can send KV to `decode`, including excluded pairs.
 
-        Decode workers of one kind share one list object: computed once, and drawn from once.
+        Decode workers of one kind share one list object, which is computed and sampled once.
         """
         found = self._by_kind.get(decode.kind)
         if found is None:
@@ -52,7 +53,7 @@ class Eligible:
     def allowed_producers(self, decode: Candidate) -> list[Candidate]:
         """Return `producers(decode)` without excluded pairs."""
         found = self.producers(decode)
-        # The shared list itself, unless a pair of this worker is excluded: policies draw once for
+        # The shared list itself, unless a pair of this worker is excluded: policies sample once for
         # all decode workers with the same list.
         if not self.excluded or all(decode.worker_id != name for _, name in self.excluded):
             return found
@@ -63,8 +64,8 @@ class Eligible:
         return any(self.producers(c) for c in self.decodes)
 
     def with_room(self, demand: Demand) -> list[Candidate]:
-        """Return the workers that can decode, have a producer of KV if they need one, and have
-        room."""
+        """Return the workers with room that can decode and, if they need one, have a KV
+        producer."""
         decodes = [c for c in self.decodes if self.producers(c)]
         return [c for c in (*decodes, *self.aggregated) if c.has_room(demand)]
 
@@ -82,12 +83,14 @@ def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
 
 
 def feasible(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate]:
-    """Return the ready workers that could run the prompt and one token if they were idle."""
+    """Return the ready workers that, if idle, could run the prompt and one token."""
     least, adapter, without = demand.prompt_tokens, demand.adapter, demand.without
+    regions = demand.regions
     return [
         c
         for c in candidates
         if c.state is MemberState.READY
+        and (regions is None or may_hold(regions, c.info.topology))
         and c.capacity_tokens > least
         and (not adapter or adapter in c.adapters)
         and (not without or c.worker_id not in without)
@@ -95,7 +98,7 @@ def feasible(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate]
 
 
 def prefer(candidates: list[Candidate], avoid: frozenset[str]) -> list[Candidate]:
-    """Return `candidates` without the workers in `avoid`, except where a role has no others."""
+    """Return `candidates` without the workers in `avoid`, unless a role has no others."""
     if not avoid:
         return candidates
     kept_roles = {c.role for c in candidates if c.worker_id not in avoid}
@@ -108,7 +111,7 @@ def check_servable(
     """Raise Unavailable, naming what is missing, unless the ready workers could serve `model` if
     idle. With `aggregated`, one ready worker of any role is enough."""
     ready = [c for c in candidates if c.state is MemberState.READY]
-    # Every engine can do both phases, that of a prefill worker too.
+    # Every engine can run both phases, also on a prefill worker.
     if (ready and aggregated) or any(c.role is Role.AGGREGATED for c in ready):
         return
     prefills = [c for c in ready if c.role is Role.PREFILL]
@@ -129,14 +132,20 @@ def what_is_missing(
     return f"no {' and no '.join(f'{role} worker' for role in roles)} is ready for {wanted}"
 
 
-def with_states(error: Unavailable, candidates: Iterable[Candidate]) -> Unavailable:
-    """Return `error` with the states of the workers that are not ready."""
-    others = [c for c in candidates if c.state is not MemberState.READY]
-    if not others:
+def with_states(error: Unavailable, candidates: Iterable[Candidate], demand: Demand) -> Unavailable:
+    """Return `error` with the states of the workers that are not ready where the request may be."""
+    regions, text = demand.regions, error.message
+    others = [
+        f"{c.worker_id} is {c.state}"
+        for c in candidates
+        if c.state is not MemberState.READY and may_hold(regions, c.info.topology)
+    ]
+    if not others and regions is None:
         return error
-    states = [f"{c.worker_id} is {c.state}" for c in others]
-    text = f"{error.message}: {_some(states, ', ', '{} more are not ready')}"
-    return Unavailable(text, retry_after_s=error.retry_after_s, reason=error.reason)
+    if others:
+        text = f"{text}: {_some(others, ', ', '{} more are not ready')}"
+    reason = error.reason if regions is None else Refusal.NO_WORKER_IN_REGION
+    return Unavailable(text, retry_after_s=error.retry_after_s, reason=reason)
 
 
 def _some(parts: list[str], separator: str, rest: str) -> str:
@@ -155,7 +164,7 @@ _NOT_TRIED = {
 def why_not(decision: Decision) -> dict[str, str]:
     """Return, by worker id, why each candidate without a score was not considered.
 
-    Derived when `explain` asks for it, so that placements do not pay for the texts.
+    Derived when `explain` asks for it, so that placements do not spend time on the texts.
     """
     boards = (decision.prefill, decision.decode)
     scored = {c for board in boards if board is not None for c in board.candidates}
@@ -170,12 +179,16 @@ def _reason(candidate: Candidate, decision: Decision, found: Eligible) -> str:
     demand, capacity = decision.demand, candidate.capacity_tokens
     if candidate.state is not MemberState.READY:
         return f"{candidate.state}"
+    if demand.regions is not None and not may_hold(demand.regions, candidate.info.topology):
+        region = candidate.info.topology.get("region")
+        place = f"it is in region {region}" if region else "it has no region"
+        return f"{place}, and the request may be in {shown_regions(demand.regions)} alone"
     if capacity <= demand.prompt_tokens:
         return f"holds {capacity} tokens, the prompt alone has {demand.prompt_tokens}"
     if demand.adapter and demand.adapter not in candidate.adapters:
         return f"adapter {demand.adapter} is not loaded"
     if candidate.worker_id in demand.without:
-        return "it failed this request, ends as a rank did, or runs one under which a worker died"
+        return "excluded: failed this request, its rank group is ending, or it runs another suspect"
     if candidate not in (*found.prefills, *found.decodes, *found.aggregated):
         return "to be avoided"
     full = ""

@@ -1,26 +1,28 @@
 """Policies that select workers for a request. `POLICIES` maps configuration names to policies.
 
 A policy filters the workers, scores each phase with weighted scorers and selects the best. A decode
-worker's total is the mean of its score and that of the best prefill worker that can send it KV. An
-aggregated worker competes with the mean of its own two scores. `turn` counts placements. It breaks
-ties and seeds draws, so that equal arguments give equal decisions.
+worker's total is the mean of its score and the score of the best prefill worker that can send it
+KV. An aggregated worker competes with the mean of its own two scores. `turn` counts placements. It
+breaks ties and seeds draws, so that equal arguments give equal decisions.
 
-A scorer returns 0 to 1; higher is better. A worker that has not reported its load yet scores
-UNKNOWN. This router's own placements are always known.
+A scorer returns 0 to 1; higher is better. A worker that has not reported its load scores UNKNOWN.
+This router's own placements are always known.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from msgspec import structs
+
 from pdserve.errors import Unavailable
 from pdserve.kv_compatibility import exchange
 from pdserve.types import Role
+from router.placement.cache_sources import NO_SOURCES, find_sources
 from router.placement.cost import is_clearly_cheaper
 from router.placement.filters import (
     AGGREGATED,
@@ -40,7 +42,6 @@ from router.placement.values import (
     Placement,
     PlacementContext,
     Predictor,
-    PrefixLookup,
     Scoreboard,
     Scorer,
     Weights,
@@ -48,21 +49,15 @@ from router.placement.values import (
 
 if TYPE_CHECKING:
     from pdserve.types import WorkerInfo, WorkerLoad
+    from router.placement.cache_sources import CacheSources
     from router.placement.filters import Eligible
 
-# Score of a value that the worker has not reported yet.
+# Score of a value that the worker has not reported.
 UNKNOWN = 0.5
-# Weight of the scorer `adapter` for requests with a LoRA adapter; the policy's weights shrink.
-ADAPTER_WEIGHT = 0.3
-# Weight of the scorer `session`. A worker of the last turn loses to another one that has a quarter
-# more of its slots and KV blocks free.
-SESSION_WEIGHT = 0.2
-# Weight of the scorer `local`, if some workers have a distance from the router.
-LOCAL_WEIGHT = 0.3
-# Weight of the distance within a pair. Higher than LOCAL_WEIGHT, because a pair exchanges KV and
-# the router only tokens: a whole pair far away is better than half of one.
+# Weight of the distance within a pair. Higher than the weight of `local`, because a pair exchanges
+# KV and the router only tokens: a distant pair is better than a pair split by distance.
 PAIR_WEIGHT = 0.5
-# Scores that differ by less are equal: sums of ratios differ in the last bit.
+# Scores that differ by less are equal, because sums of ratios differ in the last bit.
 _EQUAL = 1e-9
 # Workers scored for each phase in a larger pool, so that the cost of scoring is bounded. With 64
 # random workers, the best one misses the top 5 % of the pool with probability 0.95^64 = 0.04.
@@ -71,12 +66,10 @@ MOST_CACHED = 16
 # Number of prefill workers for which a latency is predicted: the best by score, since each
 # prediction costs much more than a score.
 MOST_PREDICTED = 4
-# Number of workers that cached KV may be copied from.
-MOST_HOLDERS = 4
 
 Workers = Sequence[Candidate]
 Place = Callable[[Workers, Demand, int, PlacementContext], Decision]
-"""Raises Unavailable if waiting would not help."""
+"""Places a request. Raises Unavailable if waiting would not help."""
 
 
 def room(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
@@ -99,15 +92,15 @@ def slots(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
 
 
 def outstanding(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
-    """Return 1 if no prompt tokens wait for prefill, and less in proportion. 0 would be the longest
-    queue plus this prompt."""
+    """Return 1 if no prompt tokens wait for prefill, decreasing linearly to 0 at the longest queue
+    plus this prompt."""
     tokens = [c.outstanding_tokens for c in workers]
     most = max(tokens, default=0) + max(1, demand.prompt_tokens)
     return [1 - x / most for x in tokens]
 
 
 def queue_length(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
-    """Return 1 without requests that wait in the engine, 1/2 with one, 1/3 with two."""
+    """Return 1 / (1 + requests that wait in the engine)."""
     scores = _reported(workers, lambda _, load: 1 / (1 + load.num_waiting_reqs))
     return _alike_in_groups(workers, scores)
 
@@ -127,8 +120,8 @@ def adapter(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
 
 
 def session(workers: Workers, demand: Demand, cached: Cached) -> list[float]:
-    """Return 1 for the workers of the session's last turn. 0 for those that have nothing of the
-    prompt cached any more, although others have."""
+    """Return 1 for the workers of the session's last turn, but 0 if such a worker no longer caches
+    any of the prompt while others do."""
     last = demand.session_workers
     if cached:
         last = last.intersection(cached)
@@ -141,9 +134,9 @@ def local(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
 
 
 def _alike_in_groups(workers: Workers, scores: Iterable[float]) -> list[float]:
-    """Return scores of counts of requests. All ranks of a data-parallel group that have any place
-    get the lowest: a step is as long as that of the rank with the most tokens, so tokens alone set
-    them apart."""
+    """Adjust scores that count requests. All ranks of a data-parallel group with free capacity get
+    the lowest score among them: ranks step in lockstep, so only scores that count tokens rank
+    them."""
     own, lowest = [max(0.0, x) for x in scores], dict[str, float]()
     for c, x in zip(workers, own, strict=True):
         if c.info.group and x:
@@ -155,12 +148,18 @@ def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]
     return [UNKNOWN if c.load is None else value(c.info, c.load) for c in workers]
 
 
+Applies = Callable[[Workers, Demand], bool]
+# Scorers of any policy in some cases, and when. The policy's own weights shrink to the rest.
+EXTRA: Sequence[tuple[Scorer, float, Applies]] = (
+    (adapter, 0.3, lambda _, demand: bool(demand.adapter)),
+    # A worker of the last turn loses to a worker with 25 % more of its slots and KV blocks free.
+    (session, 0.2, lambda _, demand: bool(demand.session_workers)),
+    (local, 0.3, lambda workers, _: any(c.router_distance for c in workers)),
+)
+
+
 def score(workers: Workers, weights: Weights, demand: Demand, cached: Cached) -> Scoreboard:
-    more: list[tuple[Scorer, float]] = [(adapter, ADAPTER_WEIGHT)] if demand.adapter else []
-    if demand.session_workers:
-        more.append((session, SESSION_WEIGHT))
-    if any(c.router_distance for c in workers):
-        more.append((local, LOCAL_WEIGHT))
+    more = [(scorer, weight) for scorer, weight, applies in EXTRA if applies(workers, demand)]
     if weights and more:
         left = 1 - sum(weight for _, weight in more)
         weights = (*more, *((scorer, weight * left) for scorer, weight in weights))
@@ -195,42 +194,57 @@ class Policy:
     def __call__(
         self, candidates: Workers, demand: Demand, turn: int, context: PlacementContext
     ) -> Decision:
-        decision, holders = Decision(self.name, candidates, demand, turn), _NO_HOLDERS
-        if self.uses_prefix and context.prefix is not None:
-            decision.cached, decision.asked_prefix = context.prefix.cached_tokens(demand), True
-            if context.cost is not None:
-                holders = _holders(decision, context)
-                _count_tiers(decision, context.prefix, context.cost)
+        sources, prefix = NO_SOURCES, context.prefix if self.uses_prefix else None
+        if prefix is not None:
+            sources = find_sources(candidates, demand, prefix, context)
+        undecided = Decision(
+            self.name,
+            candidates,
+            demand,
+            turn,
+            cached=sources.cached,
+            in_tiers=sources.in_tiers,
+            asked_prefix=prefix is not None,
+        )
         found = eligible(candidates, demand)
         if demand.prefill_only:
-            self._place_prefill(decision, found, holders)
-            return decision
-        self._place_pair(decision, found, context, holders)
+            return self._place_prefill(undecided, found, sources)
+        decision = self._place_pair(undecided, found, context, sources)
         placement = decision.placement
-        if placement is not None and placement.prefill is not None:
-            if self.prefill_on != "prefill_worker":
-                holders.count([placement.decode], decision)
-            if self.prefill_on == "decode_worker":
-                decision.placement = Placement(placement.decode)
-            elif self.prefill_on == "cheapest" and context.cost is not None:
-                _move_to_cheapest(decision, found, context.cost)
+        if placement is None or placement.prefill is None or self.prefill_on == "prefill_worker":
+            return decision
+        decision = sources.with_copies(decision, [placement.decode])
+        if self.prefill_on == "decode_worker":
+            return structs.replace(decision, placement=Placement(placement.decode))
+        if context.cost is not None:
+            return _move_to_cheapest(decision, found, context.cost)
         return decision
 
-    def _place_prefill(self, decision: Decision, found: Eligible, holders: _Holders) -> None:
+    def _place_prefill(
+        self, decision: Decision, found: Eligible, sources: CacheSources
+    ) -> Decision:
         """Select a worker for a single token, which needs no decode and no transfer."""
         demand = decision.demand
         if not found.prefills and not found.aggregated:
             raise Unavailable(f"no prefill worker is ready for {demand.wanted}")
         roomy = [c for c in found.aggregated if c.has_room(demand)]
-        if tried := self._draw(found.prefills + roomy, decision, salt=1):
-            holders.count(tried, decision)
-            decision.prefill = score(tried, self.prefill, demand, decision.cached)
-            decision.totals = decision.prefill.totals
-            decision.placement = Placement(best(decision.totals, tried, decision.turn))
+        tried = self._draw(found.prefills + roomy, decision, salt=1)
+        if not tried:
+            return decision
+        decision = sources.with_copies(decision, tried)
+        board = score(tried, self.prefill, demand, decision.cached)
+        winner = best(board.totals, tried, decision.turn)
+        return structs.replace(
+            decision, prefill=board, totals=board.totals, placement=Placement(winner)
+        )
 
     def _place_pair(
-        self, decision: Decision, found: Eligible, context: PlacementContext, holders: _Holders
-    ) -> None:
+        self,
+        decision: Decision,
+        found: Eligible,
+        context: PlacementContext,
+        sources: CacheSources,
+    ) -> Decision:
         demand, turn, cached = decision.demand, decision.turn, decision.cached
         if not found.has_pair and not found.aggregated:
             raise Unavailable(what_is_missing(demand.wanted, found.prefills, found.decodes))
@@ -242,7 +256,7 @@ class Policy:
             reachable, producers = roomy, {}
         tried = self._draw(reachable, decision)
         if not tried:
-            return
+            return decision
         # Decode workers of one kind share a list of producers. Draw from it once, by identity:
         # scoring each decode worker's producers anew would cost the product of both pools.
         lists = {id(producers[c]): producers[c] for c in tried if c in producers}
@@ -250,7 +264,7 @@ class Policy:
         prefills = list(dict.fromkeys(c for x in drawn.values() for c in x))
         prefills += [c for c in tried if c not in producers]
         decode = score(tried, self.decode, demand, cached)
-        holders.count(prefills, decision)
+        decision = sources.with_copies(decision, prefills)
         prefill = score(prefills, self.prefill, demand, decision.cached)
         partner: dict[Candidate, Candidate] = {}
         totals: dict[Candidate, float] = {}
@@ -266,17 +280,19 @@ class Policy:
             totals[c] = (decode.totals[c] + prefill_score) / 2
         chosen = best(totals, tried, turn)
         producer = partner[chosen]
-        decision.decode, decision.prefill, decision.totals = decode, prefill, totals
-        decision.placement = Placement(chosen, None if producer is chosen else producer)
+        placement = Placement(chosen, None if producer is chosen else producer)
+        return structs.replace(
+            decision, decode=decode, prefill=prefill, totals=totals, placement=placement
+        )
 
     def _draw(
         self, workers: list[Candidate], decision: Decision, *, salt: int = 0
     ) -> list[Candidate]:
         """Return the workers to score.
 
-        These are all workers of a small pool. Of a large pool they are those of the session's last
-        turn, those with the most cached tokens, and random others, seeded by the turn. Each phase
-        has its own `salt`, so that their draws are independent.
+        These are all workers of a small pool. From a large pool they are the workers of the
+        session's last turn, the workers with the most cached tokens, and random others, seeded by
+        the turn. Each phase has its own `salt`, so that their draws are independent.
         """
         turn, cached = decision.turn, decision.cached
         if not self.decode:
@@ -290,64 +306,6 @@ class Policy:
         chance = random.Random(2 * turn + salt)
         others = chance.sample(workers, max(1, self.most_scored - len(holders)))
         return list(dict.fromkeys(holders + others))
-
-
-@dataclass(frozen=True, slots=True)
-class _Holders:
-    """Workers that have blocks of the prompt cached and can send them to others, those with the
-    most tokens first."""
-
-    workers: Sequence[tuple[Candidate, int]]
-    costs: Predictor | None = None
-
-    def count(self, workers: Workers, decision: Decision) -> None:
-        """Add the tokens that these workers would have copied to them to `cached`, as the number
-        that saves as much time."""
-        demand, worth = decision.demand, {}
-        for c in filter(_copies, workers):
-            has = decision.cached.get(c.worker_id, 0)
-            held = self._best_for(c, has, demand)
-            if held is None or self.costs is None or c.worker_id in decision.fetches:
-                continue
-            plan = self.costs.fetch(demand, c, held[0], has, held[1])
-            if plan is not None:
-                decision.fetches[c.worker_id] = plan
-                worth[c.worker_id] = plan.worth
-        if worth:
-            decision.cached = Counter(decision.cached) + Counter(worth)
-
-    def _best_for(self, c: Candidate, has: int, demand: Demand) -> tuple[Candidate, int] | None:
-        for holder, tokens in self.workers:
-            if tokens < has + c.info.block_size:
-                break
-            is_allowed = (holder.worker_id, c.worker_id) not in demand.excluded
-            if is_allowed and holder is not c and exchange(holder.kind, c.kind):
-                return holder, tokens
-        return None
-
-
-_NO_HOLDERS = _Holders(())
-
-
-def _copies(c: Candidate) -> bool:
-    """Return False for workers of an earlier version too, which would compute the prompt."""
-    return c.info.kv is not None and c.info.kv.copies
-
-
-def _holders(decision: Decision, context: PlacementContext) -> _Holders:
-    """Return the workers that KV of the prompt can be copied from. Images are not copied, because
-    the holder would need their data; nor is KV of connectors that hand over prefills only."""
-    demand, cached = decision.demand, decision.cached
-    if not context.fetches or not cached or demand.media:
-        return _NO_HOLDERS
-    found = [
-        (c, cached[c.worker_id])
-        for c in feasible([c for c in decision.candidates if c.worker_id in cached], demand)
-        if _copies(c) and c.worker_id not in demand.avoid
-    ]
-    # Those that hold the most, and of these the one with the shortest queue.
-    best = heapq.nsmallest(MOST_HOLDERS, found, key=lambda x: (-x[1], x[0].outstanding_tokens))
-    return _Holders(best, context.cost)
 
 
 def _nearest(
@@ -404,7 +362,7 @@ POLICIES: Mapping[str, Policy] = {
 least_loaded = _LEAST_LOADED
 
 
-def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> None:
+def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> Decision:
     """Select the prefill worker with the lowest predicted cost, or the decode worker itself if that
     is clearly cheaper. Keep the placement while nothing can be predicted."""
     placement, board = decision.placement, decision.prefill
@@ -418,7 +376,7 @@ def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> 
     predicted = {c: costs.predict(demand, c, decode, cached) for c in tried}
     remote = {c: p for c, p in predicted.items() if p is not None}
     if not remote:
-        return
+        return decision
     lowest = best({c: -p.cost_s for c, p in remote.items()}, list(remote), decision.turn)
     favourite = remote.get(placement.prefill)
     # Costs do not include loading an adapter, and hardly the distance. So keep the policy's choice
@@ -430,29 +388,13 @@ def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> 
         and not is_clearly_cheaper(remote[lowest].cost_s, favourite.cost_s)
     ):
         lowest = placement.prefill
-    decision.placement, decision.predictions = Placement(decode, lowest), list(remote.values())
+    placement, predictions = Placement(decode, lowest), list(remote.values())
     aggregated = costs.predict(demand, None, decode, cached)
     if aggregated is not None:
-        decision.predictions = [*decision.predictions, aggregated]
+        predictions.append(aggregated)
         if is_clearly_cheaper(aggregated.cost_s, remote[lowest].cost_s):
-            decision.placement = Placement(decode)
-
-
-def _count_tiers(decision: Decision, prefix: PrefixLookup, costs: Predictor) -> None:
-    """Add the tokens in host memory to `cached`, as the number that saves as much time."""
-    cached, reached = decision.cached, prefix.tokens_with_tiers(decision.demand)
-    decision.in_tiers = {
-        worker: tokens - cached.get(worker, 0)
-        for worker, tokens in reached.items()
-        if tokens > cached.get(worker, 0)
-    }
-    if decision.in_tiers:
-        worth = {
-            c.worker_id: costs.tier_worth(decision.demand, c, cached.get(c.worker_id, 0), tokens)
-            for c in decision.candidates
-            if (tokens := decision.in_tiers.get(c.worker_id, 0))
-        }
-        decision.cached = Counter(cached) + Counter(worth)
+            placement = Placement(decode)
+    return structs.replace(decision, placement=placement, predictions=predictions)
 
 
 def place_aggregated(
@@ -509,8 +451,8 @@ def place_live(
 
 
 def _least_loaded_of(found: list[Candidate], decision: Decision) -> Decision:
-    if found:
-        board = score(found, _LEAST_LOADED.decode, decision.demand, NO_TOKENS_CACHED)
-        decision.decode, decision.totals = board, board.totals
-        decision.placement = Placement(best(board.totals, found, decision.turn))
-    return decision
+    if not found:
+        return decision
+    board = score(found, _LEAST_LOADED.decode, decision.demand, NO_TOKENS_CACHED)
+    placement = Placement(best(board.totals, found, decision.turn))
+    return structs.replace(decision, decode=board, totals=board.totals, placement=placement)

@@ -97,6 +97,11 @@ def of_revision(
     demand: Demand, candidates: list[Candidate], revision: str
 ) -> tuple[Demand, list[Candidate]]:
     """Return `demand` with `revision`, and the workers of that revision."""
-    if demand.revision != revision or demand.spilled_from is not None:
-        demand = structs.replace(demand, revision=revision, spilled_from=None)
-    return demand, [c for c in candidates if c.info.revision == revision]
+    return bound_to(demand, revision), [c for c in candidates if c.info.revision == revision]
+
+
+def bound_to(demand: Demand, revision: str | None) -> Demand:
+    """Return `demand` for workers of `revision`, None for all."""
+    if demand.revision == revision and demand.spilled_from is None:
+        return demand
+    return structs.replace(demand, revision=revision, spilled_from=None)

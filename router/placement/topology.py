@@ -12,14 +12,14 @@ Topology = Mapping[str, str]
 # From the farthest level to the nearest.
 LEVELS = TopologyConfig.__struct_fields__
 # Assumed extra seconds for KV, or for a router's message, between workers whose labels differ from
-# this level on. Used until transfers over such a distance were measured. Only the order of the
+# this level on. Used until transfers over this distance were measured. Only the order of the
 # figures matters.
 PRIOR_S: Mapping[str, float] = {"": 0.0, "host": 0.002, "zone": 0.02, "region": 0.2}
 _HALF_S = 0.05
 
 
 def distance(one: Topology, other: Topology) -> str:
-    """Return the farthest level at which both have a label and differ; "" if there is none."""
+    """Return the farthest level at which both have a label and the labels differ, or ""."""
     if not one or not other:
         return ""
     for level in LEVELS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -11,17 +11,33 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct, structs
 
 from pdserve.model import prefix_hash
+from pdserve.types import Regions  # noqa: TC001 - msgspec evaluates the hints of a Struct
 
 if TYPE_CHECKING:
     from pdserve.kv_compatibility import KvKind
     from pdserve.types import Role, WorkerInfo, WorkerLoad
 
 Cached = Mapping[str, int]
-"""Cached prompt tokens by worker id; workers without any are left out. Tokens in host memory, and
-those that are copied from another worker, count as the number that saves as much time."""
+"""Cached prompt tokens by worker id, if any. Tokens in host memory or to be copied from another
+worker count as the number that saves as much time."""
 
 NO_TOKENS_CACHED: Cached = MappingProxyType({})
 NO_ADAPTERS: Mapping[str, int] = MappingProxyType({})
+
+
+def may_hold(regions: Regions, topology: Mapping[str, str]) -> bool:
+    """Return True if a place with these labels may hold bytes of a request with these `regions`.
+
+    Whatever could move or keep bytes of a request asks this first: filters (for prefill, decode,
+    retries, failover and role changes), encoders, pooling workers, rendering, and holders of cached
+    KV. A place without a region holds no bytes of a request that has regions.
+    """
+    return regions is None or topology.get("region") in regions
+
+
+def shown_regions(regions: Iterable[str]) -> str:
+    """Return regions as one word."""
+    return "+".join(sorted(regions))
 
 
 class MemberState(StrEnum):
@@ -30,6 +46,7 @@ class MemberState(StrEnum):
     CONNECTING = "connecting"
     READY = "ready"
     DRAINING = "draining"
+    UPDATING = "updating"  # its weights change, or are not those of the model's last update
     SUSPENDED = "suspended"
     LOST = "lost"  # without deregistering
     LEFT = "left"  # deregistered
@@ -40,13 +57,14 @@ class Demand(Struct, gc=False):
     """Resources and constraints of one request, in tokens. Immutable by convention.
 
     `prefill_only`: at most one token is wanted, so there is no decode. `avoid`: workers to use only
-    if nothing else fits. `without`: workers never to use. `excluded`: pairs (prefill, decode) that
+    if nothing else fits. `without`: workers never to use. `excluded`: (prefill, decode) pairs that
     must not exchange KV now. `children_tokens`: the part of `kv_tokens` for answers beyond the
     first. `adapter`: key of a LoRA adapter. `revision`: revision of the workers to use, None for
-    all. `spilled_from`: the request's own revision, if that has no usable workers. `cache_salt`:
-    part of the block hashes. `media`: content hash, offset and length of each image, likewise.
-    `session`, `session_workers`: id of the conversation, and the workers of its last turn.
-    `hashes`: block hashes of `token_ids` by block size, a cache.
+    all. `spilled_from`: the request's own revision, if it has no usable workers. `cache_salt`,
+    `media` (content hash, offset and length of each image): part of the block hashes. `session`,
+    `session_workers`: id of the conversation, and the workers of its last turn. `regions`:
+    where bytes of the request may be. `hashes`: block hashes of
+    `token_ids` by block size, a cache.
     """
 
     model: str
@@ -66,6 +84,7 @@ class Demand(Struct, gc=False):
     media: tuple[tuple[str, int, int], ...] = ()
     session: str = ""
     session_workers: frozenset[str] = frozenset()
+    regions: Regions = None
     hashes: dict[int, list[int]] = {}
 
     def __repr__(self) -> str:
@@ -73,8 +92,10 @@ class Demand(Struct, gc=False):
 
     @property
     def wanted(self) -> str:
-        """Model and adapter, for error messages."""
-        return f"model {self.model}" + (f" with adapter {self.adapter}" if self.adapter else "")
+        """Model, adapter and regions, for error messages."""
+        adapter = f" with adapter {self.adapter}" if self.adapter else ""
+        place = "" if self.regions is None else f" in region {shown_regions(self.regions)}"
+        return f"model {self.model}{adapter}{place}"
 
     def block_hashes(self, block_size: int) -> list[int]:
         """Return the chain hashes of the prompt blocks that an engine can reuse from its cache.
@@ -89,12 +110,12 @@ class Demand(Struct, gc=False):
         return hashes
 
 
-# Compared by identity, because candidates are keys of dictionaries. Without garbage collection,
-# here and below: decisions are kept by the thousand and have no cycles.
-class Candidate(Struct, eq=False, gc=False):
+# Compared by identity, because candidates are dictionary keys. `gc=False`, here and below, because
+# thousands of decisions are kept and have no cycles.
+class Candidate(Struct, eq=False, gc=False, kw_only=True):
     """Snapshot of a worker for one placement decision. Immutable by convention.
 
-    `kind`: what KV it can exchange, and so with which workers. `load`: None before the first
+    `kind`: the KV it can exchange, which determines its partners. `load`: None before the first
     report. This router's own placements are exact: `outstanding_tokens` of prompts not yet
     prefilled, `reserved_blocks` of KV, and `resident`, the open streams of each recently used LoRA
     adapter. `adapters`: keys of the loaded adapters. `router_distance`: see topology.py.
@@ -182,9 +203,9 @@ class PrefixFetch(Struct, frozen=True, gc=False):
     """Cached blocks that a worker lacks and another one, the `holder`, has.
 
     `tokens`: the prompt tokens that the holder has cached, up to the block with the chain hash
-    `last_block`. `missing`: those of them that the worker lacks. `copy_s`, `compute_s`: predicted
-    time to copy and to compute these. `transfer_s`: the part of `copy_s` that is not in engine
-    steps. `worth`: number of cached tokens that would save as much time, 0 if they are not copied.
+    `last_block`. `missing`: the part of `tokens` that the worker lacks. `copy_s`, `compute_s`:
+    predicted time to copy and to compute `missing`. `transfer_s`: the part of `copy_s` outside
+    engine steps. `worth`: number of cached tokens that save as much time, 0 if they are not copied.
     """
 
     holder: str
@@ -197,14 +218,15 @@ class PrefixFetch(Struct, frozen=True, gc=False):
     worth: int
 
 
-class Decision(Struct, eq=False, gc=False):
-    """Result of a policy, with its reasons. Immutable after the policy has returned it.
+class Decision(Struct, frozen=True, eq=False, gc=False):
+    """Result of a policy, with its reasons.
 
     `placement` is None if the request has to wait for capacity. `totals`: the scores of the last
-    comparison. `in_tiers`: prompt tokens in host memory by worker id. `fetches`: what a worker that
-    computes the prompt could have copied to it, by its id. `encoder`: the encode worker of the
-    images, "" if none; `encoder_reason`: why (encoders.py). `filters.why_not` derives why the other
-    candidates lost.
+    comparison. `in_tiers`: prompt tokens in host memory by worker id. `fetches`: by id of the
+    worker that computes the prompt, the blocks it could copy from a holder. `encoder`: the encode
+    worker of the images, "" if none; `encoder_reason`: why (encoders.py). `not_drawn`: number of
+    workers outside the sample that was compared. `filters.why_not` derives why the other candidates
+    lost.
     """
 
     policy: str
@@ -217,11 +239,12 @@ class Decision(Struct, eq=False, gc=False):
     totals: Mapping[Candidate, float] = MappingProxyType({})
     cached: Cached = NO_TOKENS_CACHED
     in_tiers: Mapping[str, int] = NO_TOKENS_CACHED
-    fetches: dict[str, PrefixFetch] = {}
+    fetches: Mapping[str, PrefixFetch] = MappingProxyType({})
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
     encoder: str = ""
     encoder_reason: str = ""
+    not_drawn: int = 0
 
     def without_prompt(self) -> Decision:
         """Return the decision without the prompt's tokens."""
@@ -238,22 +261,36 @@ class PrefixLookup(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """A cache look-up with a known result."""
+
+    cached: Cached
+    prefix: PrefixLookup
+
+    def cached_tokens(self, _demand: Demand) -> Cached:
+        return self.cached
+
+    def tokens_with_tiers(self, demand: Demand) -> Mapping[str, int]:
+        return self.prefix.tokens_with_tiers(demand)
+
+
 class Predictor(Protocol):
     def predict(
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
     ) -> Prediction | None:
-        """Predict a placement. Return None while too little was measured."""
+        """Predict a placement. Return None while there are too few measurements."""
         ...
 
     def tier_worth(self, demand: Demand, worker: Candidate, cached: int, in_tiers: int) -> int:
-        """Return the number of cached tokens that would save as much time as loading `in_tiers`
-        tokens from host memory."""
+        """Return the number of cached tokens that save as much time as loading `in_tiers` tokens
+        from host memory."""
         ...
 
     def fetch(
         self, demand: Demand, worker: Candidate, holder: Candidate, cached: int, held: int
     ) -> PrefixFetch | None:
-        """Predict a copy of cached tokens. Return None while too little was measured."""
+        """Predict a copy of cached tokens. Return None while there are too few measurements."""
         ...
 
     def distance_s(self, model: str, prefill: Candidate, decode: Candidate) -> float:

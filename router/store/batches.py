@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Lines per transaction. Bounded, because other writers wait for the transaction.
 _LINES_AT_ONCE = 500
-# Lines per page that is read with bodies or results. Bounded, because bodies may be large.
+# Lines per page, read with bodies or results. Bounded, because bodies may be large.
 _PAGE = 64
 _SWEPT_AT_ONCE = 100
 # The low bits of a stored line's number are its line in the input file. The high bits are its place
@@ -110,7 +110,7 @@ class ClaimLost(Exception):
 
 class BatchStore:
     """Batches of all routers that share the database. All methods raise StoreUnavailable. The
-    methods for the router that works on a batch also raise ClaimLost."""
+    methods for the router that runs a batch also raise ClaimLost."""
 
     def __init__(
         self,
@@ -160,14 +160,14 @@ class BatchStore:
         if kept >= limits.batches:
             raise QuotaExceeded(
                 f"the tenant has {kept} batches; the limit is {limits.batches} "
-                "(router.quotas.batches)"
+                "(router.store.quotas.batches)"
             )
         is_open = batches.c.status.in_(OPEN)
         queued = db.scalar(select(func.sum(batches.c.lines)).where(of_tenant, is_open)) or 0
         if queued + file.lines > limits.batch_lines:
             raise QuotaExceeded(
                 f"the tenant's open batches have {queued} lines and the file {file.lines}; "
-                f"the limit is {limits.batch_lines} (router.quotas.batch_lines)",
+                f"the limit is {limits.batch_lines} (router.store.quotas.batch_lines)",
                 field="input_file_id",
             )
 
@@ -192,8 +192,7 @@ class BatchStore:
         return await self._database.read(work)
 
     async def cancel(self, batch: StoredBatch) -> None:
-        """Mark a batch for cancellation. The router that works on it reads the status and ends
-        it."""
+        """Mark a batch for cancellation. The router that runs it reads the status and ends it."""
 
         def work(db: Connection) -> None:
             row = db.execute(
@@ -205,13 +204,13 @@ class BatchStore:
 
         await self._database.write(work)
 
-    # For the router that works on a batch.
+    # For the router that runs a batch.
 
     async def claim(self, under_way: Mapping[str, int], most: int) -> StoredBatch | None:
         """Claim a batch that has no live router. Return None if there is none.
 
-        `under_way`: number of batches that this router works on, by tenant. The tenant with the
-        fewest is served first, its oldest batch first. Tenants with `most` get none.
+        `under_way`: number of batches that this router runs, by tenant. The tenant with the fewest
+        is served first, its oldest batch first. Tenants with `most` are skipped.
         """
         claims, owner = self._claims, batches.c.owner
         is_open = batches.c.status.in_(OPEN)
@@ -219,7 +218,7 @@ class BatchStore:
         def work(db: Connection) -> StoredBatch | None:
             owners = db.scalars(select(owner).where(is_open).distinct()).all()
             dead = [x for x in owners if claims.is_dead(db, x)]
-            # A batch that this router claimed but stopped working on after an error is free too.
+            # A batch that this router claimed but stopped running after an error is free too.
             mine = (owner == claims.owner) & batches.c.id.not_in(claims.held)
             oldest = (
                 select(batches.c.tenant, func.min(batches.c.created_at).label("since"))
@@ -250,7 +249,7 @@ class BatchStore:
         return batch
 
     def release(self, batch_id: str) -> None:
-        """Record that this router no longer works on the batch."""
+        """Record that this router no longer runs the batch."""
         self._claims.release(batch_id)
 
     def _mine(self, db: Connection, batch_id: str) -> StoredBatch:
@@ -373,7 +372,7 @@ class BatchStore:
     ) -> None:
         """Write the lines with this value of `succeeded`, in order of the input, to a new upload.
         Append it to `uploads`. Without lines there is no upload."""
-        # The low bits alone: lines were answered in another order than that of the input.
+        # Only the low bits, because lines are answered in an order other than the input's.
         place = lines.c.number.op("&")((1 << _LINE_BITS) - 1)
         upload, last = None, 0
 
@@ -395,7 +394,7 @@ class BatchStore:
                 await upload.write((unanswered(custom_id) if result is None else result) + b"\n")
 
     async def _drop_lines(self, batch_id: str) -> None:
-        """Delete the lines of an ended batch, because its files have them."""
+        """Delete the lines of an ended batch, which its files contain."""
         of_batch = lines.c.batch_id == batch_id
         some = select(lines.c.number).where(of_batch).order_by(lines.c.number).limit(_LINES_AT_ONCE)
         dropped = delete(lines).where(of_batch, lines.c.number.in_(some))
@@ -409,8 +408,7 @@ class BatchStore:
         db.execute(update(batches).where(batches.c.id == batch.id).values(change))
 
     async def sweep(self) -> None:
-        """Delete ended batches after their retention, and lines that a router left when it
-        stopped."""
+        """Delete ended batches after their retention, and lines left by a router that stopped."""
         ended = batches.c.ended_at > 0
         has_lines = exists().where(lines.c.batch_id == batches.c.id)
         old = select(batches.c.id).where(ended, has_lines).limit(_SWEPT_AT_ONCE)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LEASE_S = 6.0
 BEAT_S = 1.0
-# Most time that one check may count as silence: while the database was away, nobody could renew.
+# Longest silence counted per check, because no router can renew while the database is unavailable.
 _LONGEST_LOOK_S = 2.0
 _FORGET_S = 7 * 86_400.0
 
@@ -40,7 +40,7 @@ class _Seen(NamedTuple):
 
 
 class Claims:
-    """The claims of this router, which `run` renews, and the time that other routers are silent."""
+    """The claims of this router, which `run` renews, and the silence of other routers."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Claims:
     def is_dead(self, db: Connection, owner: str) -> bool:
         """Return True if a router has been silent for a lease, measured over several calls."""
         if not owner:
-            return True  # nobody has claimed it yet
+            return True  # not claimed yet
         if owner == self.owner:
             return False
         beats, now = db.scalar(select(routers.c.beats).where(routers.c.id == owner)), self._clock()
@@ -99,7 +99,7 @@ class Claims:
         return silent_s >= self._lease_s
 
     async def sweep(self) -> None:
-        """Delete the rows of routers that renewed nothing for days. Their claims are long taken
-        over."""
+        """Delete the rows of routers that renewed nothing for days, whose claims were taken over
+        long ago."""
         old = delete(routers).where(routers.c.seen_at < self._database.now() - _FORGET_S)
         await self._database.write(lambda db: db.execute(old))

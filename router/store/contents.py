@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -16,6 +17,8 @@ from router.store.database import StoreUnavailable, Threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 BUCKET = "s3://"
 # Deadline of one call: writing a part of a file, or sending a whole file to a bucket.
@@ -33,7 +36,7 @@ class Upload:
         self._threads, self._max_bytes = threads, max_bytes
         self._ends_line = True
         with disk_errors():
-            # Readable by this user alone, from the start: files have the prompts of tenants.
+            # Readable by this user alone from the start, because files contain prompts of tenants.
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "wb")
 
@@ -42,7 +45,7 @@ class Upload:
         if self.size + len(data) > self._max_bytes:
             raise QuotaExceeded(
                 f"the tenant's files may have {self._max_bytes} bytes more "
-                "(router.quotas.files_mib)",
+                "(router.store.quotas.files_mib)",
                 field="file",
             )
         await self._threads.run(partial(self._write, data))
@@ -62,7 +65,7 @@ class Upload:
 
     def discard(self) -> None:
         """Remove the file. Never raises."""
-        # The name first: closing writes buffered bytes, which fails on a full disk.
+        # The name first, because closing writes buffered bytes, which fails on a full disk.
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
         with suppress(OSError):
@@ -141,13 +144,13 @@ class Bucket:
         """Raises ConfigError if the bucket cannot be used."""
         try:
             import obstore
-            from obstore.exceptions import BaseError, NotFoundError
+            from obstore import exceptions
             from obstore.store import S3Store
         except ImportError as error:
             text = "s3:// needs the extra s3: pip install 'pdserve[s3]'"
-            raise ConfigError(text, field="store_files") from error
+            raise ConfigError(text, field="store.files") from error
         self._s3 = obstore
-        self._error, self._missing = BaseError, NotFoundError
+        self._error, self._missing = exceptions.BaseError, exceptions.NotFoundError
         seconds = timedelta(seconds=_S3_TIMEOUT_S)
         try:
             self._bucket = S3Store.from_url(
@@ -159,10 +162,18 @@ class Bucket:
                 },
                 retry_config={"max_retries": _S3_RETRIES, "retry_timeout": seconds},
             )
-            # Fails now and not at the first upload if the bucket or the credentials are wrong.
-            obstore.list(self._bucket).collect()
-        except BaseError as error:
-            raise ConfigError(f"cannot use {url}: {error}", field="store_files") from error
+        except self._error as error:
+            raise ConfigError(f"cannot use {url}: {error}", field="store.files") from error
+        try:
+            # Fail now and not at the first upload if the bucket or the credentials are wrong. List
+            # one page only, because listing the whole bucket may take minutes.
+            next(iter(obstore.list(self._bucket, chunk_size=1)), None)
+        except self._error as error:
+            reason = str(error).partition("\n")[0]
+            # Any error but a refusal may be temporary.
+            if not isinstance(error, exceptions.GenericError) or "status code: 4" in reason:
+                raise ConfigError(f"cannot use {url}: {reason}", field="store.files") from error
+            logger.warning("%s does not answer; uploads fail until it does: %s", url, reason)
         self._spool = tempfile.TemporaryDirectory(prefix="pdserve-uploads-")
 
     def path(self, file_id: str) -> Path:

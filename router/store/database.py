@@ -15,6 +15,7 @@ from sqlalchemy import event, exc
 from sqlalchemy.dialects import postgresql, sqlite
 
 from pdserve.errors import ConfigError, Unavailable
+from pdserve.net.backoff import backoff
 from router.store.schema import metadata
 
 if TYPE_CHECKING:
@@ -35,12 +36,16 @@ _CONNECT_S = 3
 _SQLITE_THREADS, _POSTGRES_THREADS = 1, 8
 _MAX_WAITING = 1000
 _RETRY_AFTER_S = 2.0
+_RECONNECT_S, _MAX_RECONNECT_S = 1.0, 10.0
+# Classes of PostgreSQL's errors: no connection, no resources, an operator's intervention.
+_AWAY = ("08", "53", "57")
+_REFUSED = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password")
 POSTGRES = ("postgresql://", "postgres://")
 
 
 class StoreUnavailable(Unavailable, code="store_unavailable"):
-    """The store failed or did not answer in time. `may_be_done`: the change may be committed
-    nevertheless."""
+    """The store failed or did not answer in time. `may_be_done`: the change may still be
+    committed."""
 
     def __init__(self, message: str, *, may_be_done: bool = False) -> None:
         super().__init__(message, retry_after_s=_RETRY_AFTER_S)
@@ -82,36 +87,64 @@ class Database:
     """A database. Owns its connections and threads, which `close` releases."""
 
     def __init__(self, url: str | Path, *, call_s: float = CALL_S) -> None:
-        """`url` is postgresql://..., or the path of a SQLite file. Blocks. Raises ConfigError."""
-        is_postgres = isinstance(url, str)
+        """`url` is postgresql://..., or the path of a SQLite file. Blocks. Raises ConfigError,
+        but not if the server does not answer: `connect` then waits for it."""
+        self._is_postgres = is_postgres = isinstance(url, str)
         self._engine = _postgres(url) if isinstance(url, str) else _sqlite(url)
-        threads = _POSTGRES_THREADS if is_postgres else _SQLITE_THREADS
+        self._where = self._engine.url.render_as_string(hide_password=True)
+        # Error of calls until the server has answered for the first time.
+        self._away = ""
+        self._started = 0.0
         try:
-            now = self._prepare(is_postgres=is_postgres)
+            self._prepare()
         except (exc.SQLAlchemyError, OSError) as error:
-            self._engine.dispose()
-            where = self._engine.url.render_as_string(hide_password=True)
-            raise ConfigError(f"cannot use {where}: {_reason(error)}", field="store") from error
-        # Read the system clock once and count on the monotonic clock from there. Otherwise a clock
-        # step would expire rows.
-        self._started = now - time.monotonic()
-        self._threads = Threads(threads, call_s)
+            if not (is_postgres and _is_away(error)):
+                self._engine.dispose()
+                text = f"cannot use {self._where}: {_reason(error)}"
+                raise ConfigError(text, field="store") from error
+            self._away = f"the store is not connected yet: {_reason(error)}"
+        self._threads = Threads(_POSTGRES_THREADS if is_postgres else _SQLITE_THREADS, call_s)
 
-    def _prepare(self, *, is_postgres: bool) -> float:
-        """Create missing tables. Return the present time: that of the PostgreSQL server, so that
-        all routers agree, or that of this machine for SQLite."""
+    def _prepare(self) -> None:
+        """Create missing tables and read the current time, from the PostgreSQL server, so that all
+        routers agree, or from this machine for SQLite."""
+        now = time.time()
         with self._engine.begin() as db:
-            if is_postgres:
-                # Lock, because two routers that create the same table at the same time would fail.
+            if self._is_postgres:
+                # Lock, because two routers cannot create the same table at the same time.
                 db.exec_driver_sql("SELECT pg_advisory_xact_lock(7064539)")
+                now = float(db.scalar(sqlalchemy.text("SELECT extract(epoch FROM now())")) or now)
             metadata.create_all(db)
-            if not is_postgres:
-                return time.time()
-            return float(db.scalar(sqlalchemy.text("SELECT extract(epoch FROM now())")) or 0.0)
+        # Read the clock once and count on the monotonic clock from there. Otherwise a clock step
+        # would expire rows.
+        self._started = now - time.monotonic()
+
+    async def connect(self) -> None:
+        """Return once the server has answered. Until then calls raise StoreUnavailable."""
+        for pause_s in backoff(_RECONNECT_S, _MAX_RECONNECT_S):
+            if not self._away:
+                return
+            logger.warning("%s: %s; next try in %.0f s", self._where, self._away, pause_s)
+            await asyncio.sleep(pause_s)
+            try:
+                await self._threads.run(self._prepare)
+            except (exc.SQLAlchemyError, OSError) as error:
+                self._away = f"the store is not connected yet: {_reason(error)}"
+            except StoreUnavailable as error:
+                self._away = f"the store is not connected yet: {error.message}"
+            else:
+                self._away = ""
+                logger.info("%s is connected", self._where)
 
     def now(self) -> float:
-        """Return the time in seconds since 1970."""
+        """Return the time in seconds since 1970. Raises StoreUnavailable before the server has
+        answered."""
+        self._check_connected()
         return self._started + time.monotonic()
+
+    def _check_connected(self) -> None:
+        if self._away:
+            raise StoreUnavailable(self._away)
 
     async def close(self) -> None:
         """Wait for running calls, which their statement timeouts bound, and close connections."""
@@ -120,10 +153,12 @@ class Database:
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` on a thread in a transaction that is rolled back. Raises StoreUnavailable."""
+        self._check_connected()
         return await self._threads.run(partial(self._call, work, is_write=False))
 
     async def write(self, work: Callable[[Connection], T]) -> T:
         """Run `work` on a thread, in one transaction. Raises StoreUnavailable."""
+        self._check_connected()
         return await self._threads.run(partial(self._call, work, is_write=True))
 
     def _call(self, work: Callable[[Connection], T], *, is_write: bool) -> T:
@@ -153,13 +188,23 @@ def new_id(kind: str) -> str:
 
 
 def _retrieve(future: Any) -> None:
-    """Log the error of a call that nobody awaits any more after its deadline."""
+    """Log the error of a call that is no longer awaited, because its deadline passed."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.debug("store call failed after its deadline: %s", error)
 
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+
+
+def _is_away(error: Exception) -> bool:
+    """Return True if a PostgreSQL server does not answer, or not yet; False if it refuses us."""
+    if not isinstance(error, exc.OperationalError):
+        return False
+    if state := getattr(error.orig, "sqlstate", None):
+        return str(state)[:2] in _AWAY
+    # The driver has no state for a failed login.
+    return not any(text in _reason(error) for text in _REFUSED)
 
 
 def _sqlite(path: Path) -> sqlalchemy.Engine:
@@ -178,8 +223,8 @@ def _sqlite(path: Path) -> sqlalchemy.Engine:
 
     @event.listens_for(engine, "begin")
     def begin(db: Connection) -> None:
-        # IMMEDIATE, because SQLite refuses at once to turn a read transaction into a write if there
-        # was another write meanwhile, without waiting for a lock.
+        # IMMEDIATE, because SQLite does not wait for a lock to turn a read transaction into a
+        # write: it fails at once if there was another write meanwhile.
         is_write = db.get_execution_options().get("is_write", True)
         db.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
 

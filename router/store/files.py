@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 20
-# Age from which an upload counts as abandoned by a router that died.
+# Age at which an upload counts as abandoned by a dead router.
 _STALE_UPLOAD_S = 24 * 3600.0
 _SWEPT_AT_ONCE = 100
 
@@ -64,7 +64,7 @@ class FileStore:
 
     async def upload(self, tenant: str) -> Upload:
         """Begin an upload of a client, limited by its quota. Raises QuotaExceeded."""
-        # Limits the upload from its first byte, so that nobody fills the disk beyond a quota.
+        # Limits the upload from its first byte, so that no tenant fills the disk beyond its quota.
         left = await self._database.read(partial(self._bytes_left, tenant=tenant, size=0))
         return await self.begin(left)
 
@@ -83,13 +83,13 @@ class FileStore:
         if count >= self._quotas.files:
             raise QuotaExceeded(
                 f"the tenant has {count} files; the limit is {self._quotas.files} "
-                "(router.quotas.files)",
+                "(router.store.quotas.files)",
                 field="file",
             )
         if used + size > limit:
             raise QuotaExceeded(
                 f"the tenant's files have {used} bytes, with this one {used + size}; the limit is "
-                f"{limit} (router.quotas.files_mib)",
+                f"{limit} (router.store.quotas.files_mib)",
                 field="file",
             )
         return int(limit - used)
@@ -134,8 +134,8 @@ class FileStore:
             try:
                 await self._database.write(add)
             except (StoreUnavailable, asyncio.CancelledError) as error:
-                # The rows may be committed, and then the contents must stay. If they are not, the
-                # sweeper deletes the contents later.
+                # If the rows were committed, the contents must stay. If not, the sweeper deletes
+                # the contents later.
                 is_unknown = getattr(error, "may_be_done", True)
                 raise
         except BaseException:
@@ -186,7 +186,7 @@ class FileStore:
                 yield data
 
     async def delete(self, file: StoredFile) -> None:
-        # Delete the row last: the sweeper finds it, and completes a deletion that stopped half-way.
+        # Delete the row last, so that the sweeper finds it and completes an interrupted deletion.
         await self._threads.run(partial(self._contents.delete, file.id))
         await self._database.write(
             lambda db: db.execute(delete(files).where(files.c.id == file.id))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Limit of the complete answers of one tenant. The oldest ones are dropped.
 MAX_TENANT_BYTES = 64 << 20
-# Lifetime of a claim that nobody finished. Requests end earlier.
+# Lifetime of an unfinished claim. Requests end earlier.
 _UNFINISHED_S = 2 * 86_400.0
 
 
@@ -52,15 +52,15 @@ class IdempotencyKeys:
     ) -> KeyState:
         """Claim a key that is new, whose answer has expired, or whose router is dead.
 
-        `take_over` claims it in any case; its former holder notices by `held`. Call again about
-        once a second while another router generates the answer. `digest` identifies the content of
-        the request. Raises KeyReused if the key was used with another digest.
+        `take_over` claims it in any case; its former holder detects it with `held`. Call again
+        about once a second while another router generates the answer. `digest` identifies the
+        content of the request. Raises KeyReused if the key was used with another digest.
         """
         claiming = asyncio.create_task(self._claim(tenant, key, digest, request_id, take_over))
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:
-            # The claim may be committed all the same, and nobody would generate its answer.
+            # The claim may be committed nevertheless, and no router would generate its answer.
             undoing = asyncio.create_task(self._undo(claiming))
             self._undoing.add(undoing)
             undoing.add_done_callback(self._undoing.discard)
@@ -74,7 +74,8 @@ class IdempotencyKeys:
     async def _claim(
         self, tenant: str, key: str, digest: bytes, request_id: str, take_over: bool
     ) -> KeyState:
-        # Random for each claim: after a take-over, `finish` of the former holder finds no row.
+        # Random for each claim, so that after a take-over `finish` of the former holder finds no
+        # row.
         token = secrets.token_hex(16)
 
         def work(db: Connection) -> KeyState:
@@ -115,7 +116,7 @@ class IdempotencyKeys:
         except StoreUnavailable as error:
             if not error.may_be_done:
                 raise
-            # The claim may be committed. Go on as if it were: `finish` finds out, and `release`
+            # The claim may be committed. Continue as if it were: `finish` checks it, and `release`
             # ends it.
             state = KeyState(request_id, token)
         if state.claim:

@@ -1,5 +1,5 @@
 """Responses of the Responses API. Each response stores its own items and the id of the response
-that it continues: the items of all earlier ones would grow with the square of the conversation."""
+that it continues. Storing all earlier items too would grow quadratically with the conversation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.config import QuotaConfig
     from router.store.database import Database
 
-# Limits of a conversation, because all of it is read when it is continued.
+# Limits of a conversation, all of which is read when it is continued.
 MAX_CONVERSATION_BYTES = 16 << 20
 MAX_CONVERSATION_LENGTH = 1000
 
@@ -100,7 +100,7 @@ class ResponseStore:
         if number <= self._quotas.responses and size <= limit:
             return
         of_tenant = conversations.c.tenant == tenant
-        # Never the conversation that was just extended: its client is using it.
+        # Never the conversation that was just extended, because its client is using it.
         oldest = select(conversations).where(of_tenant, conversations.c.id != newest)
         for row in db.execute(oldest.order_by(conversations.c.used_at)):
             self._drop_conversation(db, tenant, row.id)
@@ -109,8 +109,8 @@ class ResponseStore:
                 return
         raise QuotaExceeded(
             f"the conversation has {number} responses of {size} bytes; the limits are "
-            f"{self._quotas.responses} (router.quotas.responses) and {limit} "
-            "(router.quotas.responses_mib)"
+            f"{self._quotas.responses} (router.store.quotas.responses) and {limit} "
+            "(router.store.quotas.responses_mib)"
         )
 
     def _drop_conversation(self, db: Connection, tenant: str, name: str) -> None:
@@ -142,8 +142,8 @@ class ResponseStore:
         return await self._database.read(lambda db: db.scalar(query))
 
     async def items(self, response_id: str, tenant: str) -> tuple[bytes, str] | None:
-        """Return (the items of a conversation up to and including a response, as JSON, the
-        conversation's id, which is that of its first response).
+        """Return (items of a conversation up to and including a response, as JSON; id of the
+        conversation, equal to the id of its first response).
 
         Return None if the response does not exist. Raises InvalidRequest if the conversation is too
         long, or a response in it was deleted.

@@ -16,7 +16,7 @@ from sqlalchemy import (
 
 metadata = MetaData()
 
-# Routers that hold claims. The claims of a router end when others see that `beats` is unchanged.
+# Routers that hold claims. A router's claims end when other routers find `beats` unchanged.
 routers = Table(
     "pdserve_routers",
     metadata,
@@ -96,8 +96,8 @@ lines = Table(
     Column("succeeded", SmallInteger, nullable=False, default=0),
 )
 
-# A conversation is a first response and all that continue it. They are kept and expire together,
-# because a response is of no use without the earlier ones.
+# A conversation is a first response and all its continuations. They are kept and expire together,
+# because a response is useless without the earlier ones.
 conversations = Table(
     "pdserve_conversations",
     metadata,
@@ -110,7 +110,7 @@ conversations = Table(
     Index("pdserve_conversations_expiry", "used_at"),
 )
 
-# `items` are those of the response's own request. `previous` leads to the earlier ones.
+# `items`: input items of the response's own request. `previous`: the response before.
 responses = Table(
     "pdserve_responses",
     metadata,

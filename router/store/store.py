@@ -22,13 +22,14 @@ from router.store.responses import ResponseStore
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pdserve.config import RouterConfig
+    from pdserve.config import StoreConfig
 
 logger = logging.getLogger(__name__)
 
 _SWEEP_S = 60.0
-# Sweeps per sweep of abandoned uploads: they are rare, and finding them lists the whole bucket.
-_SWEEPS_OF_UPLOADS = 60
+# Sweeps per sweep of abandoned uploads, which are rare and require listing the whole bucket. The
+# first is not at the start, because a router that keeps failing to start would list it each time.
+_SWEEPS_OF_UPLOADS, _FIRST_SWEEP = 60, 10
 _DAY_S = 86_400.0
 DATABASE_FILE = "store.sqlite"
 
@@ -46,7 +47,7 @@ class Store(NamedTuple):
         sweeps = 0
         while True:
             try:
-                if sweeps % _SWEEPS_OF_UPLOADS == 0:
+                if sweeps % _SWEEPS_OF_UPLOADS == _FIRST_SWEEP:
                     await self.files.sweep_uploads()
                 await self.files.sweep()
                 await self.batches.sweep()
@@ -59,14 +60,14 @@ class Store(NamedTuple):
             await asyncio.sleep(_SWEEP_S)
 
 
-def make_store(config: RouterConfig, folder: Path, router_id: str) -> Store:
+def make_store(config: StoreConfig, folder: Path, router_id: str) -> Store:
     """Open the store that `config` names. `folder` holds the database and the files if `config`
     does not name them. Blocks. Raises ConfigError."""
-    is_postgres = config.store.startswith(POSTGRES)
-    if is_postgres and not config.store_files:
-        raise ConfigError("is required with PostgreSQL: a folder or s3://...", field="store_files")
-    contents = open_contents(config.store_files or str(folder))
-    database = Database(config.store if is_postgres else folder / DATABASE_FILE)
+    is_postgres = config.database.startswith(POSTGRES)
+    if is_postgres and not config.files:
+        raise ConfigError("is required with PostgreSQL: a folder or s3://...", field="store.files")
+    contents = open_contents(config.files or str(folder))
+    database = Database(config.database if is_postgres else folder / DATABASE_FILE)
     claims, quotas, retention = Claims(database, router_id), config.quotas, config.retention
     files = FileStore(database, contents, quotas, retention_s=retention.files_days * _DAY_S)
     return Store(
@@ -80,11 +81,11 @@ def make_store(config: RouterConfig, folder: Path, router_id: str) -> Store:
 
 
 @asynccontextmanager
-async def open_store(config: RouterConfig, router_id: str) -> AsyncIterator[Store]:
-    """Open the store for the context. Meanwhile, renew this router's claims and delete expired
-    rows."""
+async def open_store(config: StoreConfig, router_id: str) -> AsyncIterator[Store]:
+    """Open the store for the context. Meanwhile, connect to an unavailable database, renew this
+    router's claims and delete expired rows."""
     async with AsyncExitStack() as stack:
-        folder = config.store
+        folder = config.database
         if not folder or folder.startswith(POSTGRES):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-store-"))
         # On a thread, because a database or bucket may take seconds to answer.
@@ -92,6 +93,7 @@ async def open_store(config: RouterConfig, router_id: str) -> AsyncIterator[Stor
         # Closed in reverse order: background tasks and files still use the database.
         stack.push_async_callback(store.database.close)
         stack.push_async_callback(store.files.close)
+        await stack.enter_async_context(background("store-connection", store.database.connect))
         await stack.enter_async_context(background("claims", store.claims.run))
         await stack.enter_async_context(background("store-sweeper", store.sweep))
         yield store

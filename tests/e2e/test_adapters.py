@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from safetensors.numpy import load_file, save_file
 
-from pdserve.config import RouterConfig
+from pdserve.config import GrpcConfig, HttpConfig, RouterConfig
 from pdserve.errors import InvalidRequest
 from pdserve.model import prefix_hash
 from pdserve.types import SamplingParams
-from tests.support.engine_pair import BLOCK, JoinedAnswer, joined, prompt
+from pdserve.v1 import worker_pb2 as w
+from tests.support.engine_pair import BLOCK, JoinedAnswer, joined, params, prompt
 from tests.support.engines import EngineProcess, settings
 from tests.support.timeouts import WAIT_S
 from tests.support.tiny_models import make_adapter
 from tests.support.vllm_cluster import OpenRequest, VllmCluster
-from workers.adapters import read_adapter
+from workers.control.loaded_adapters import read_adapter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,7 +88,11 @@ async def add(service: VllmCluster, adapters: Adapters, name: str) -> None:
 async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[VllmCluster]:
     """Start one prefill and two decode workers, and load `blue` while they run."""
     config = RouterConfig(
-        http_port=0, grpc_port=0, policy="prefix_aware", lease_s=20.0, stop_grace_s=0.0
+        http=HttpConfig(port=0),
+        grpc=GrpcConfig(port=0),
+        policy="prefix_aware",
+        lease_s=20.0,
+        stop_grace_s=0.0,
     )
     async with VllmCluster.start(config, tiny_model) as service:
         for name in ("prefill-0", "decode-0", "decode-1"):
@@ -142,6 +148,21 @@ async def test_answers_between_those_of_the_model_are_those_of_one_engine(
     for name in names:
         root = prefix_hash.root(MODEL, BLOCK, adapters.key(name))
         assert cached.issuperset(prefix_hash.chain(ids, BLOCK, root))
+
+
+async def test_vllms_metrics_have_the_names_that_requests_have(service: VllmCluster) -> None:
+    await OpenRequest(service, prompt(20, 9), greedy(24), "red").end()
+    await service.until_empty()
+    listed = await service.registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+    pages = ""
+    async with aiohttp.ClientSession() as session:
+        for info in [x.info for x in listed.workers if x.info.role == w.ROLE_DECODE]:
+            async with session.get(f"http://{info.debug_address}/metrics") as response:
+                page = await response.text()
+            assert f'num_gpu_blocks="{info.total_blocks + 1}"' in page
+            assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in page
+            pages += page
+    assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="red",' in pages
 
 
 async def test_a_stream_moves_with_its_kv_when_its_worker_drains(
@@ -209,6 +230,31 @@ async def test_an_adapter_that_an_engine_cannot_load_is_not_served(
     # An engine that was started without LoRA says what to set.
     with pytest.raises(InvalidRequest, match=r"worker\.engine_args\.enable_lora"):
         await aggregated.load_adapter(read_adapter("red", str(adapters.paths["red"]), MODEL))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ("model.layers.9", "model.layers.9.self_attn.q_proj"),  # of a deeper model, in part
+        ("transformer.h.0", "transformer.h.0.self_attn.q_proj"),
+    ],
+)
+async def test_an_adapter_of_another_model_is_refused_by_the_names_of_both(
+    adapters: Adapters, tmp_path: Path, wrong: str, named: str
+) -> None:
+    path = make_adapter(tmp_path / "other", 6)
+    file = path / "adapter_model.safetensors"
+    weights = load_file(file)
+    prefix = "base_model.model."
+    first = "model.layers.0"
+    save_file({x.replace(prefix + first, prefix + wrong): y for x, y in weights.items()}, file)
+    adapter = read_adapter("other", str(path), MODEL)
+    own = "which has .*model.layers.0.self_attn.qkv_proj"
+    with pytest.raises(InvalidRequest, match=f"weights {named}.* fit no module of the.* {own}"):
+        await adapters.engine.load_adapter(adapter)
+    answer = await adapters.engine.run(prompt(40), params(4), adapter=adapter.key)
+    assert answer.error is not None
+    assert "is not loaded" in answer.error.message
 
 
 async def busy(service: VllmCluster) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -20,24 +19,21 @@ from pdserve.errors import ConfigError
 from tests.support.commands import ROOT
 from tests.support.pdserve_up import up
 from tests.support.timeouts import START_S, WAIT_S
-from workers.vllm.args import is_cross_encoder
+from workers.vllm.start.args import is_cross_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.support.served_up import ServedUp
+
 TEXTS = ["What is prefill?", "Why do leaves turn red?"]
 DOCUMENTS = [TEXTS[0], TEXTS[1] * 6]  # for the cross-encoder: the second has more than one block
 
 
-@pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("up")
-    pools = ("--engine", "vllm", "--model", "demo", "--pooling", "1")
-    with up(folder, *pools) as running:
-        yield running.wait_until_serving(within_s=START_S)
-        running.send(signal.SIGINT)
-        assert running.wait() == 0
+@pytest.fixture
+def ready(served_demo: ServedUp) -> dict[str, Any]:
+    return served_demo.ready
 
 
 @pytest.fixture
@@ -78,6 +74,16 @@ def test_scores_and_ranks_follow_the_embeddings(ready: dict[str, Any]) -> None:
     assert results[0] == results[0] | {"index": 1, "document": {"text": TEXTS[0]}}
 
 
+def test_an_input_may_fill_the_context(client: openai.OpenAI, ready: dict[str, Any]) -> None:
+    longest = (client.models.list().data[0].model_extra or {})["max_model_len"]
+    ids = [20 + i % 1000 for i in range(longest + 1)]
+    for body in ({"input": ids[:-1]}, {"input": ids, "truncate_prompt_tokens": -1}):
+        found = post(ready, "/v1/embeddings", body).json()
+        assert found["usage"]["prompt_tokens"] == longest
+        assert len(found["data"][0]["embedding"]) == 256
+    assert post(ready, "/v1/embeddings", {"input": ids}).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -88,7 +94,7 @@ def test_scores_and_ranks_follow_the_embeddings(ready: dict[str, Any]) -> None:
         ("embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
         ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("rerank", {"query": "a", "documents": []}, "documents"),
-        ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ],
 )
 def test_invalid_values_are_refused_by_field(
@@ -146,16 +152,3 @@ def test_other_classifiers_are_refused_by_name(changes: dict[str, object], tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="BertForSequenceClassification is not supported"):
         is_cross_encoder(ModelConfig(str(tmp_path), runner="pooling"))
-
-
-def test_a_killed_worker_costs_no_embedding(tmp_path: Path) -> None:
-    with up(tmp_path, "--pooling", "2", "--prefill", "0", "--decode", "0") as running:
-        ready = running.wait_until_serving()
-        os.kill(ready["workers"][0]["pid"], signal.SIGKILL)
-        for i in range(20):
-            assert post(ready, "/v1/embeddings", {"input": f"text {i}"}).status_code == 200
-        body = {"messages": [{"role": "user", "content": "a"}]}
-        answer = post(ready, "/v1/chat/completions", body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
-        running.send(signal.SIGINT)
-        assert running.wait() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from pdserve.errors import ConfigError
 from pdserve.model.gguf import converted
 from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
-from workers.gguf import convert
+from workers.gguf import _read_tokenizer, convert
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,10 +52,16 @@ def as_stored(architecture: str, name: str, weight: np.ndarray[Any, Any]) -> np.
 
 
 def write(
-    path: Path, architecture: str, model: Any, leave_out: str = "", rope: str = "", **more: Any
+    path: Path,
+    architecture: str,
+    model: Any,
+    leave_out: str = "",
+    rope: str = "",
+    keys: dict[str, str | int | bool] | None = None,
+    **more: Any,
 ) -> Path:
     """Write `model` as llama.cpp's converter does, with matrices of attention in 8 bits, RoPE
-    scaling of a kind, and further tensors."""
+    scaling of a kind, further `keys` of the tokenizer, and further tensors."""
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -72,6 +79,13 @@ def write(
     writer.add_token_types([3, *[1] * (len(TOKENS) - 1)])
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)
+    for name, value in (keys or {}).items():
+        kinds: dict[type, Any] = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            str: writer.add_string,
+        }
+        kinds[type(value)](f"tokenizer.{name}", value)
     if rope:
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope))
     for name, data in more.items():
@@ -162,6 +176,82 @@ def test_tokenizer_and_template_are_those_of_the_file(tmp_path: Path) -> None:
     chat = Conversation([ChatMessage("user", "ab")])
     assert tokenizer.render_chat(chat) == "ab<|end|>"
     assert tokenizer.info["eos_token"] == "<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("keys", "ends", "text"),
+    [
+        ({}, {"<|end|>"}, ["ab"]),
+        ({"ggml.eot_token_id": 2, "ggml.eom_token_id": 3}, {"<|end|>", "b", "c"}, ["ab"]),
+        ({"ggml.fim_pad_token_id": 4}, {"<|end|>", "d"}, ["ab"]),
+        ({"ggml.bos_token_id": 26}, {"<|end|>"}, ["ab"]),
+        ({"ggml.bos_token_id": 26, "ggml.add_bos_token": True}, {"<|end|>"}, ["z", "ab"]),
+        ({"ggml.bos_token_id": 26, "ggml.pre": "llama-bpe"}, {"<|end|>"}, ["z", "ab"]),
+        ({"ggml.add_eos_token": True}, {"<|end|>"}, ["ab", "<|end|>"]),
+    ],
+)
+def test_keys_of_the_tokenizer_are_those_that_llama_cpp_reads(
+    keys: dict[str, Any], ends: set[str], text: list[str], tmp_path: Path
+) -> None:
+    directory = tmp_path / "out"
+    convert(write(tmp_path / "m.gguf", "qwen2", model_of("qwen2"), keys=keys), directory)
+    found = GenerationConfig.from_pretrained(directory).eos_token_id
+    assert {TOKENS[x] for x in found} == ends
+    tokenizer = Tokenizer.load(read_files(directory))
+    assert [TOKENS[x] for x in tokenizer.encode("ab")] == text
+    model = json.loads(tokenizer.files["tokenizer.json"])["model"]
+    assert model["ignore_merges"] == ("ggml.pre" in keys)
+
+
+def test_a_template_for_tools_is_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    keys: dict[str, Any] = {"chat_template.tool_use": "{{ tools[0].function.name }}"}
+    convert(write(tmp_path / "m.gguf", "qwen2", model_of("qwen2"), keys=keys), directory)
+    tokenizer = Tokenizer.load(read_files(directory))
+    chat = Conversation([ChatMessage("user", "ab")], tools=[{"function": {"name": "f"}}])
+    assert tokenizer.render_chat(chat) == "f"
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"ggml.eot_token_id": 99}, "tokenizer.ggml.eot_token_id is 99; it has 29 tokens"),
+        ({"ggml.pre": "unheard-of"}, "its split of text is not read: .* is unheard-of"),
+    ],
+)
+def test_a_tokenizer_that_would_differ_is_refused(
+    keys: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        convert(write(tmp_path / "m.gguf", "qwen2", model_of("qwen2"), keys=keys), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, ["▁", "ab", "▁", "c"]), ({"add_space_prefix": False}, ["ab", "▁", "c"])],
+)
+def test_sentencepiece_begins_with_bos_and_a_space_unless_the_file_says_otherwise(
+    keys: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    tokens = ["<s>", "</s>", *LETTERS, "ab", "▁"]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_context_length(64)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, *[1] * (len(tokens) - 2)])
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    for name, value in keys.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    made = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    assert _read_tokenizer(tmp_path / "m.gguf", made) == [1]
+    ids = made.backend_tokenizer.encode("ab c").ids
+    assert [tokens[x] for x in ids] == ["<s>", *expected]
+    assert made.decode(ids, skip_special_tokens=True) == "ab c"
 
 
 def test_an_architecture_that_transformers_does_not_read_is_refused_by_name(tmp_path: Path) -> None:

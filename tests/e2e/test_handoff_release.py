@@ -26,7 +26,7 @@ LONG, ENDLESS = params(200, ignore_eos=True), params(3000, ignore_eos=True)
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def obeying(tiny_model: Path, orders: Path) -> AsyncIterator[EngineProcess]:
     """Start a prefill engine that reads `orders` before each copy."""
-    kv = ConnectorConfig(transports=("shm",), lease_s=5.0)
+    kv = ConnectorConfig(transports=("shm",), hold_s=5.0)
     engine = await EngineProcess.start(
         settings(tiny_model, kv=kv, instance_id="stalling", max_num_batched_tokens=256),
         env={"PDSERVE_TEST_CORRUPT_KV": str(orders)},

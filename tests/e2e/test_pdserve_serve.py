@@ -122,7 +122,8 @@ async def get(url: str) -> str:
 
 
 async def test_flags_of_vllm_serve_are_for_both_roles_or_for_one(stack: ServedUp) -> None:
-    assert [x.info.limits.max_num_seqs for x in await stack.statuses()] == [32, 48]
+    seqs = {str(x.info.worker_id): x.info.limits.max_num_seqs for x in await stack.statuses()}
+    assert (seqs["prefill-0"], seqs["decode-0"]) == (32, 48)
     async with stack.client() as client:
         assert [x.id async for x in client.models.list()] == [MODEL, ALIAS]
         answer = await client.completions.create(model=ALIAS, prompt="What", max_tokens=1)
@@ -133,7 +134,7 @@ async def test_worker_and_router_show_kv_metrics(stack: ServedUp) -> None:
     await chat(stack)
     await stack.until_empty()
     moved: dict[str, dict[str, Any]] = {}
-    for worker in stack.ready["workers"]:
+    for worker in [x for x in stack.ready["workers"] if x["role"] != "pooling"]:
         shown = json.loads(await get(f"http://{worker['debug']}/debug/kv"))
         assert shown["ledger"]["pinned_blocks"] == shown["quarantined_slots"] == 0
         (rank,) = shown["ranks"]
@@ -181,7 +182,9 @@ async def test_a_prompt_is_scored_as_its_answer_was(stack: ServedUp) -> None:
     assert_disaggregated(receipt)
     scores = scored.logprobs.token_logprobs
     assert (scores[0], len(scores)) == (None, len(whole) + 2)
-    assert scores[len(prompt) : -2] == pytest.approx(said.logprobs.token_logprobs, abs=1e-3)
+    # Some CPUs round a chunk of a prompt otherwise than single tokens. Scores of another position
+    # would differ by far more.
+    assert scores[len(prompt) : -2] == pytest.approx(said.logprobs.token_logprobs, abs=0.02)
     assert scored.logprobs.tokens[len(prompt) : -2] == said.logprobs.tokens
     assert scored.text.startswith("What is prefill? It is" + said.text)
 

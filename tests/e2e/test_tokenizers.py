@@ -33,7 +33,7 @@ KINDS = {
 def test_router_and_vllm_make_the_same_tokens(kind: str, tmp_path: Path) -> None:
     from vllm.tokenizers import get_tokenizer
 
-    from workers.vllm.tokenizer import path_for_router
+    from workers.vllm.start.tokenizer_files import path_for_router
 
     source, name, config = KINDS[kind]
     model, made = tmp_path / "model", tmp_path / "made"
@@ -70,7 +70,7 @@ def test_router_and_vllm_make_the_same_tokens(kind: str, tmp_path: Path) -> None
 
 
 def test_a_model_with_tokenizer_json_is_read_where_it_is(tmp_path: Path) -> None:
-    from workers.vllm.tokenizer import path_for_router
+    from workers.vllm.start.tokenizer_files import path_for_router
 
     (tmp_path / "tokenizer.json").touch()
     assert path_for_router(object(), tmp_path, tmp_path / "made") == tmp_path

@@ -15,20 +15,21 @@ from tokenizers import AddedToken, Tokenizer
 from pdserve.config import SloConfig
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import InvalidRequest, ParserFailed
-from pdserve.model.tokenizer import read_files
+from pdserve.model.tokenizer import digest_of, read_files
+from pdserve.process.child_pool import End
 from pdserve.process.entry_points import process_command
 from pdserve.types import FinishReason, GenerateRequest, Parsing, SamplingParams, Usage
+from router.attempt.answer import AnswerDelta, ParsedDelta
 from router.metrics import RouterMetrics
-from router.request.answer import AnswerDelta, ParsedDelta
-from router.request.parser_process import ParserProcess
-from router.request.parsing import AnswerParser
+from router.steps.parser_process import ParserProcess
+from tests.support.router_stack import serve_parsed
 from tests.support.timeouts import START_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from router.request.answer import Out
+    from router.attempt.answer import Out
 
 TOOL = {
     "type": "function",
@@ -120,6 +121,7 @@ class Found:
 class Parsers:
     def __init__(self, model: Path) -> None:
         self.files = read_files(model)
+        self.digest = digest_of(self.files)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.metrics = RouterMetrics(SloConfig())
         self.process = ParserProcess(self.metrics, process_command("parser"))
@@ -139,19 +141,24 @@ class Parsers:
         kwargs = {"enable_thinking": True}
         body = json.dumps({**options, "chat_template_kwargs": kwargs})
         parsing = Parsing(
-            "digest",
+            self.digest,
             self.files,
             parser,
             reasoning,
             body,
             json.dumps({"chat_template_kwargs": kwargs}),
         )
-        request = GenerateRequest("r", "m", (5, 6, 7), SamplingParams(), parsing=parsing)
-        request.resume = tuple(answers._ids[:resume])
+        request = GenerateRequest(
+            "r",
+            "m",
+            (5, 6, 7),
+            SamplingParams(),
+            parsing=parsing,
+            resume=tuple(answers._ids[:resume]),
+        )
         found = found or Found()
         async with asyncio.timeout(START_S):
-            reader = AnswerParser(self.process)
-            await reader.serve(request, parsing, found, answers.serve)
+            await serve_parsed(self.process, request, found, answers.serve)
         return found
 
     def counted(self, name: str) -> float:
@@ -219,13 +226,13 @@ async def test_a_process_killed_in_the_middle_of_a_call_is_not_noticed(parsers: 
     asking = asyncio.create_task(parsers.find(answers, "hermes", "deepseek_v3", found=found))
     async with asyncio.timeout(START_S):
         await found.named_a_city.wait()
-        link = parsers.process._link
-        assert link is not None
+        child = parsers.process._child
+        assert child is not None
         (process,) = [
             x for x in psutil.Process().children() if "workers.parser" in " ".join(x.cmdline())
         ]
         process.kill()
-        assert await link.ended == "died"
+        assert await child.ended is End.DIED
         answers.may_go_on.set()
         await asking
     assert (found.reasoning, found.content) == (whole.reasoning, whole.content)
@@ -267,6 +274,21 @@ async def test_forced_calls_are_constrained_after_the_reasoning(
     assert request.reasoning_gate.parser == "deepseek_v3"
 
 
+async def test_a_call_is_forced_on_a_tokenizer_without_markup(
+    parsers: Parsers, tmp_path: Path
+) -> None:
+    """As for a model whose own format of calls is not known, or whose template shows no tools."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((MODEL_DIR / name).read_bytes())
+    plain = Parsers(tmp_path)
+    plain.process = parsers.process
+    answers = Answers(plain.tokenizer, OSLO)
+    found = await plain.find(answers, tool_choice="required")
+    assert found.called == [CALL]
+    assert answers.request is not None
+    assert answers.request.sampling.structured_output is not None
+
+
 async def test_a_free_call_is_not_constrained(parsers: Parsers) -> None:
     answers = Answers(parsers.tokenizer, OSLO)
     await parsers.find(answers)
@@ -283,5 +305,7 @@ async def test_wrong_tools_and_parsers_are_refused(parsers: Parsers) -> None:
     assert answers.request is None  # nothing was asked of a worker
     with pytest.raises(ParserFailed, match="nonesuch"):
         await parsers.find(OSLO, "nonesuch")
+    with pytest.raises(ParserFailed, match="cohere_melody"):
+        await parsers.find(OSLO, "cohere_command3")
     with pytest.raises(ParserFailed, match="python_tag"):
         await parsers.find(OSLO, "llama3_json")

@@ -1,4 +1,6 @@
-"""Coverage-guided fuzzing of a target: `python -m tests.fuzz TARGET [OPTION or FOLDER ...]`.
+"""Coverage-guided fuzzing of targets, one after the other, each in a fork of this process, because
+imports with instrumentation take longer than a short search: `python -m tests.fuzz FOLDER [OPTION
+...] TARGET ...`. Inputs of a target are kept in FOLDER/TARGET; findings go to its corpus.
 
 Options are those of libFuzzer, such as `-max_total_time=60`.
 """
@@ -6,16 +8,18 @@ Options are those of libFuzzer, such as `-max_total_time=60`.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import sys
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import atheris
 
 with atheris.instrument_imports(include=["pdserve", "router", "kv_transfer", "aiohttp", "jinja2"]):
-    from tests.fuzz.targets import TARGETS
+    from tests.fuzz.targets import CORPUS, TARGETS
 
 if TYPE_CHECKING:
     from tests.fuzz.targets import Form
@@ -68,14 +72,29 @@ def mutate(form: Form, data: bytes, max_size: int, seed: int) -> bytes:
     return made if len(made) <= max_size else data
 
 
+def fuzz(name: str, folder: Path, options: list[str]) -> NoReturn:
+    """Fuzz a target, and exit as libFuzzer does."""
+    target = TARGETS[name]
+    more = {} if target.form is None else {"custom_mutator": partial(mutate, target.form)}
+    kept = CORPUS / name
+    folder.mkdir(parents=True)
+    words = [f"fuzz-{name}", *options, f"-artifact_prefix={kept}/", str(folder), str(kept)]
+    atheris.Setup(words, target, **more)
+    atheris.Fuzz()
+    sys.exit()
+
+
 def main() -> None:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")  # aiohttp warns about headers
-    _, name, *options = sys.argv
-    target = TARGETS[name]
-    more = {} if target.form is None else {"custom_mutator": partial(mutate, target.form)}
-    atheris.Setup([f"fuzz-{name}", *options], target, **more)
-    atheris.Fuzz()
+    folder, *words = sys.argv[1:]
+    options = [x for x in words if x.startswith("-")]
+    for name in words[len(options) :]:
+        print(f"fuzzing {name}", flush=True)  # noqa: T201
+        if not (pid := os.fork()):
+            fuzz(name, Path(folder, name), options)
+        if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            sys.exit(f"the target {name} ended with {code}")
 
 
 main()

@@ -34,15 +34,15 @@ from pdserve.model.tokenizer import Conversation, Tokenizer, read_files
 from pdserve.net import framing
 from pdserve.types import Constraint, StructuredOutput
 from pdserve.v1 import parser_pb2, worker_pb2
+from router.admission.constraints import check_constraint
 from router.api.batch.http import BatchApi, CreateBatchRequest
-from router.api.dialects import embeddings as pooling
-from router.api.dialects.anthropic import CountTokensRequest, MessagesRequest
-from router.api.dialects.fields import read
-from router.api.dialects.openai import ChatRequest, CompletionRequest
-from router.api.dialects.responses import ResponsesRequest
-from router.api.dialects.tokens import DetokenizeRequest, TokenizeRequest
-from router.api.handling import TENANT
-from router.request.constraints import check_constraint
+from router.api.http_request import TENANT
+from router.dialects import embeddings as pooling
+from router.dialects.anthropic import CountTokensRequest, MessagesRequest
+from router.dialects.fields import read
+from router.dialects.openai import ChatRequest, CompletionRequest
+from router.dialects.responses import ResponsesRequest
+from router.dialects.tokens import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +133,7 @@ def kv_messages(data: bytes) -> None:
     producer: Producer[str] = Producer(
         plan=CopyPlan((Shard(2, 16, KvGroup(0, 4), (1,)),)),
         chunk_blocks={0: 1},
-        lease_s=9.0,
+        hold_s=9.0,
         heartbeat_s=5.0,
     )
     producer.expect("t", "p", 0.0)
@@ -272,8 +272,8 @@ def bodies(data: bytes) -> None:
         read((*GENERATE, *OTHERS)[number], data)  # type: ignore[type-var]
         return
     body = read(GENERATE[number], data)
-    parsed = body.parse("id")
-    assert len(body.without_prompt().parse("id")) == len(parsed)
+    parsed = body.parse()
+    assert len(body.without_prompt().parse()) == len(parsed)
 
 
 def body_seeds() -> list[bytes]:
@@ -305,7 +305,7 @@ def tokenizer() -> Tokenizer:
 
 
 def templates(data: bytes) -> None:
-    (parsed,) = read(ChatRequest, data).parse("id")
+    (parsed,) = read(ChatRequest, data).parse()
     assert isinstance(parsed.prompt, Conversation)
     tokenizer().encode_chat(parsed.prompt)
 

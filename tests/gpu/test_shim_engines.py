@@ -83,7 +83,7 @@ class Engines:
 
     async def start(self, name: str, model: Path | None = None, **args: Any) -> EngineProcess:
         """Start an engine with the Llama and a small cache, or with another model."""
-        kv = ConnectorConfig(transports=("cuda_ipc",), lease_s=30.0)
+        kv = ConnectorConfig(transports=("cuda_ipc",), hold_s=30.0)
         made = settings(
             model or self.model,
             kv=kv,

@@ -13,7 +13,7 @@ from pdserve.types import Role, SamplingParams
 from router.admission.queue import MAX_BLOCKED, MAX_PASSES
 from tests.support.cluster import Cluster
 from tests.support.timeouts import WAIT_S, wait_until
-from workers.adapters import read_adapter
+from workers.control.loaded_adapters import read_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,7 +137,9 @@ async def test_a_replaced_adapter_is_unloaded_when_its_requests_have_ended(tmp_p
         after = write(tmp_path, b"2")
         replacing = asyncio.create_task(load(cluster, tmp_path, load_inplace=True))
         adapters = cluster.workers["decode-0"].service.adapters
-        await wait_until(lambda: cluster.router.requests.adapters()[tmp_path.name].key == after)
+        await wait_until(
+            lambda: cluster.router.requests.models.adapters()[tmp_path.name].key == after
+        )
         answer = await cluster.ask(PROMPT, SHORT, model=tmp_path.name)
         assert answer.token_ids == cluster.expected(PROMPT, SHORT, after).token_ids
         assert set(adapters.usable) == {before, after}

@@ -37,7 +37,7 @@ async def test_a_line_is_answered_as_its_endpoint_does(
         for name, body in (("good", prompt), ("bad", prompt | {"stream": True}))
     ]
     data = "\n".join(map(json.dumps, lines)).encode()
-    router = {"store": str(tmp_path)}
+    router = {"store": {"database": str(tmp_path)}}
     async with (
         Cluster(prefill=1, decode=1, pooling=1, router=router) as cluster,
         openai.AsyncOpenAI(base_url=f"http://{cluster.http}/v1", api_key="none") as client,

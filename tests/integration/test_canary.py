@@ -116,4 +116,4 @@ async def test_the_operator_replaces_workers_by_a_canary_at_real_routers(
             revisions = [await look() for _ in range(12)]
             assert revisions[0] == old != revisions[-1]
             assert all(revisions[-1] in name for name in cluster.workers)
-            assert cluster.router.shares.by_model == {}
+            assert cluster.router.requests.shares.by_model == {}

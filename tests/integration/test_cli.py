@@ -45,21 +45,11 @@ def test_generate_streams_an_answer_or_prints_one_object(where: tuple[str, str])
     assert "decode-0" in streamed.stderr
 
 
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        (("--top-p", "7"), "top_p"),
-        (("--max-tokens", "1000000"), "max_tokens"),
-        (("--model", "nobody"), "nobody"),
-    ],
-)
-def test_a_refused_request_fails_with_its_field(
-    where: tuple[str, str], args: tuple[str, str], reason: str
-) -> None:
-    ended = run_cli("generate", *where, *args, "x")
+def test_a_refused_request_fails_with_its_field(where: tuple[str, str]) -> None:
+    ended = run_cli("generate", *where, "--top-p", "7", "x")
     assert ended.returncode == 1
     assert "rejected" in ended.stderr
-    assert reason in ended.stderr
+    assert "top_p" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -105,7 +95,8 @@ async def test_status_names_a_worker_that_does_not_answer() -> None:
     async with Cluster(prefill=1, decode=1) as cluster:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
-            cut = replace(cluster.workers["decode-0"].info, worker_id="cut", address=address)
+            info = cluster.workers["decode-0"].info
+            cut = replace(info, worker_id="cut", address=address, session_address=address)
             cluster.router.fleet.register(cut)
             shown = await asyncio.to_thread(run_cli, "status", "--grpc", cluster.grpc)
     assert shown.returncode == 0, shown.stderr
@@ -121,7 +112,7 @@ def test_top_shows_what_happened_and_who_did_it(service: dict[str, Any]) -> None
     found = json.loads(run_cli("top", *where, "--once", "--json").stdout)
     assert found["interval_s"] >= 0.5
     assert [worker["role"] for worker in found["workers"]] == ["decode", "prefill"]
-    assert found["latency_s"]["TTFT"].keys() == {"p50", "p90", "p99"}
+    assert found["latency_s"]["TTFT"].keys() == {"mean", "p50", "p90", "p99"}
 
 
 def test_top_reports_that_no_router_answers() -> None:

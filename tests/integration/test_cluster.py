@@ -141,7 +141,7 @@ class TestFaults:
     async def test_a_storm_of_failures_ends_with_clean_errors(self) -> None:
         """Every transfer fails; the budget of retries covers a few requests."""
         health = HealthConfig(stall_s=WAIT_S, eject_s=0.0)
-        router = {"retry_tokens_per_s": len(PROMPT) / 6, "health": health}
+        router = {"retry": {"tokens_per_s": len(PROMPT) / 6}, "health": health}
         async with Cluster(prefill=2, decode=2, router=router) as cluster:
             for name in ("prefill-0", "prefill-1"):
                 cluster.faults(name, FakeFaults(drop_transfer="*"))

@@ -10,12 +10,16 @@ import aiohttp
 import pytest
 
 from pdserve.errors import DeadlineExceeded, Unavailable
+from pdserve.net import rpc
 from pdserve.types import SamplingParams
+from pdserve.v1.admin_pb2 import DrainWorkerRequest
+from pdserve.v1.admin_pb2_grpc import AdminStub
 from tests.support.cluster import Cluster
-from tests.support.timeouts import WAIT_S
+from tests.support.timeouts import WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -126,7 +130,7 @@ async def test_a_worker_that_leaves_changes_its_state(cluster: Cluster, page: Pa
     await cluster.workers["decode-1"].stop()
     event = await page.until(lambda x: any(w["state"] == "left" for w in x["workers"]))
     [row] = [x for x in event["workers"] if x["state"] == "left"]
-    assert (row["id"], row["why"]) == ("decode-1", "it left")
+    assert (row["id"], row["reason"]) == ("decode-1", "it left")
 
 
 async def test_a_model_without_workers_is_shown_as_it_is_asked_for_and_starts() -> None:
@@ -160,3 +164,28 @@ async def test_sessions_are_sent_as_their_turns_end(cluster: Cluster, page: Page
             [row] = event["sessions"]["rows"]
             assert (row["id"], row["turns"], row["prompt_tokens"]) == ("mine", turns, 40 * turns)
             assert row["workers"]
+
+
+async def test_answers_and_drains_are_in_the_logs_of_an_operator(tmp_path: Path) -> None:
+    logs = {name: str(tmp_path / name) for name in ("access", "audit")}
+    async with (
+        Cluster(prefill=1, decode=2, router={"log": logs}) as cluster,
+        aiohttp.ClientSession(f"http://{cluster.http}") as http,
+        rpc.open_channel(cluster.grpc) as channel,
+    ):
+        body = {"prompt": [20, 21, 22], "max_tokens": 5, "ignore_eos": True}
+        async with http.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+        call = AdminStub(channel).DrainWorker(DrainWorkerRequest(worker_id="decode-0", timeout_s=9))
+        async for _ in call:
+            pass
+        # A call is logged after its answer.
+        await wait_until((tmp_path / "audit").read_text)
+    answer = json.loads((tmp_path / "access").read_text())
+    assert (answer["status"], answer["code"]) == ("200", "")
+    assert (answer["prompt_tokens"], answer["completion_tokens"]) == (3, 5)
+    assert 0 < answer["ttft_s"] <= answer["duration_s"]
+    assert answer["model"] == cluster.workers["decode-0"].info.model.name
+    drain = json.loads((tmp_path / "audit").read_text())
+    assert (drain["action"], drain["worker"], drain["result"]) == ("drain", "decode-0", "ok")
+    assert (drain["by"], drain["from"].partition(":")[0]) == ("anyone", "ipv4")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from router.main import RouterLimits
+from router.request_path import PathLimits
 from tests.support.cluster import (
     LONG,
     PLAIN,
@@ -22,7 +23,7 @@ from tests.support.cluster import (
     assert_same,
 )
 from tests.support.timeouts import wait_until
-from workers.drain import DrainTiming
+from workers.control.worker_drain import DrainTiming
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -97,6 +98,16 @@ async def test_an_answer_waits_until_a_worker_can_take_it() -> None:
         assert await draining == 0
 
 
+async def test_without_a_pair_the_last_worker_alone_needs_force(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with Cluster(prefill=0, decode=2) as cluster:
+        assert await cluster.command("drain", "decode-0") == 0
+        assert await cluster.command("drain", "decode-1") == 1
+        assert "--force drains it anyway" in capsys.readouterr().err
+        assert await cluster.command("drain", "decode-1", "--force") == 0
+
+
 async def test_an_undone_drain_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
@@ -113,7 +124,10 @@ async def test_an_undone_drain_is_reported(capsys: pytest.CaptureFixture[str]) -
 
 
 NAMES = ("decode-0", "decode-1")
-PATIENT, IMPATIENT = RouterLimits(export_timeout_s=WAIT_S), RouterLimits(export_timeout_s=0.05)
+PATIENT, IMPATIENT = (
+    RouterLimits(path=PathLimits(export_timeout_s=WAIT_S)),
+    RouterLimits(path=PathLimits(export_timeout_s=0.05)),
+)
 
 
 class Leaving:

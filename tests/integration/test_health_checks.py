@@ -65,7 +65,7 @@ async def test_only_probes_try_a_suspended_worker() -> None:
         fleet = cluster.router.fleet
         member = fleet.members["decode-0"]
         cluster.faults("decode-0", FakeFaults(stalled=True))
-        cluster.router.connections.suspend(member, "for the test")
+        cluster.router.link_pool.suspend(member, "for the test")
         await wait_until(lambda: cluster.busy("decode-0"))
         # A probe hangs there; meanwhile the other worker serves.
         for _ in range(10):
@@ -87,7 +87,7 @@ async def test_the_last_worker_is_not_suspended_for_being_slow() -> None:
         member = cluster.router.fleet.members["aggregated-0"]
         cluster.faults("aggregated-0", FakeFaults(stalled=True))
         asking = [asyncio.create_task(ask(cluster))]
-        await wait_until(lambda: member in cluster.router.connections.suspected)
+        await wait_until(lambda: member in cluster.router.link_pool.suspected)
         asking.append(asyncio.create_task(ask(cluster)))
         with pytest.raises(DeadlineExceeded):
             await cluster.ask(PROMPT, PLAIN, timeout_s=0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from tests.support.images import png
 from tests.support.timeouts import WAIT_S, wait_until
 from workers.fake.render import IMAGE_TOKENS
 from workers.fake.settings import FakeFaults
-from workers.session import Session
+from workers.link.router_link import RouterLink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 MANY = 24
 SIZE = {"block_size": 8, "max_images": 2, "prefix_cache": True}
@@ -76,13 +78,13 @@ async def test_each_answer_is_about_its_own_image() -> None:
 async def test_decode_gets_less_than_2_kib_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the connections of real workers. Prefill gets all of it."""
     received: Counter[str] = Counter()
-    data_received = Session.data_received
+    data_received = RouterLink.data_received
 
-    def counted(session: Session, data: bytes) -> None:
-        received[session._instance_id.partition("-")[0]] += len(data)
-        data_received(session, data)
+    def counted(link: RouterLink, data: bytes) -> None:
+        received[link._instance_id.partition("-")[0]] += len(data)
+        data_received(link, data)
 
-    monkeypatch.setattr(Session, "data_received", counted)
+    monkeypatch.setattr(RouterLink, "data_received", counted)
     pair = [png(3, 1) + bytes(100_000), png(4, 1) + bytes(100_000)]
     async with Cluster(prefill=1, decode=1, engine_args=SIZE) as cluster:
         await ask(cluster, body())
@@ -127,13 +129,16 @@ async def test_an_answer_goes_on_without_its_worker(role: str, act: str) -> None
 
 
 async def test_images_go_to_an_encode_worker_while_prefill_is_busy(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A lone request does not. Answers are those without it, and `explain` says why."""
+    """A lone request does not. Answers are those without it, `explain` says why, and the ledger has
+    each transfer of images and of their features."""
+    ledger = tmp_path / "ledger"
+    router = {"residency": {"ledger": str(ledger)}}
     slow = {**SIZE, "prefill_s": 0.002}
     async with Cluster(aggregated=1, engine_args=SIZE) as cluster:
         expected = [text_of(x) for x in await ask(cluster, *map(body, IMAGES))]
-    async with Cluster(prefill=1, decode=1, encode=1, engine_args=slow) as cluster:
+    async with Cluster(prefill=1, decode=1, encode=1, engine_args=slow, router=router) as cluster:
         (alone,) = await ask(cluster, body(IMAGES[0]))
         assert alone[1]["pdserve"]["receipt"]["encode_worker"] == ""
         answers = await ask(cluster, *map(body, IMAGES))
@@ -145,9 +150,9 @@ async def test_images_go_to_an_encode_worker_while_prefill_is_busy(
             receipt = receipts[request_id]
             assert (receipt["encode_worker"], receipt["fetched_images"]) == ("encode-0", 1)
             assert receipt["encode_s"] > 0
-            capsys.readouterr()
+            capfd.readouterr()
             assert await cluster.command("explain", request_id) == 0
-            text = capsys.readouterr().out
+            text = capfd.readouterr().out
             assert "images on encode-0, prefill on prefill-0" in text
             assert "images are encoded by encode-0: " in text
         page = await cluster.metrics()
@@ -157,6 +162,17 @@ async def test_images_go_to_an_encode_worker_while_prefill_is_busy(
         assert f"pdserve_engine_seconds_total{{{line}}}" in page, [
             x for x in page.splitlines() if "engine_seconds" in x
         ]
+    lines = [json.loads(x) for x in ledger.read_text().splitlines()]
+    features = {x["request_id"]: x for x in lines if x["data"] == "image_features"}
+    assert features.keys() == {x for x, receipt in receipts.items() if receipt["fetched_images"]}
+    assert {(x["from"], x["to"]) for x in features.values()} == {("encode-0", "prefill-0")}
+    assert all(x["bytes"] == 4 * IMAGE_TOKENS for x in features.values())
+    files = [x for x in lines if x["data"] == "image_files"]
+    assert {x["from"] for x in files} == {"router"}
+    assert len({x["request_id"] for x in files}) == MANY  # the lone one's is cached
+    rendered = [x for x in lines if x["data"] == "images" and x["to"] == "router"]
+    assert [x["request_id"] for x in rendered] == [x["request_id"] for x in files]
+    assert all(x["bytes"] for x in (*files, *rendered))
 
 
 @pytest.mark.parametrize("act", ["kill", "crash", "drain"])

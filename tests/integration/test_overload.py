@@ -16,9 +16,9 @@ from pdserve.errors import Overloaded, Refusal
 from pdserve.net import http_server
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
-from router import main
+from router.api import answer_sinks
 from router.api import grpc as grpc_api
-from router.api import handling
+from router.api import open as api_open
 from tests.support.cluster import PLAIN, PROMPT, WAIT_S, Cluster, assert_same
 from tests.support.timeouts import wait_until
 from workers.fake.settings import FakeFaults
@@ -30,7 +30,7 @@ ENDLESS = replace(PLAIN, max_tokens=4000, logprobs=5)
 
 
 async def test_requests_beyond_the_capacity_are_refused_and_leave_nothing() -> None:
-    limits = {"max_running_requests": RUNNING, "max_queued_requests": QUEUED}
+    limits = {"queue": {"max_running_requests": RUNNING, "max_queued_requests": QUEUED}}
     async with Cluster(prefill=1, decode=1, router=limits) as cluster:
         expected = cluster.expected(PROMPT, PLAIN)
         requests = cluster.router.requests
@@ -47,7 +47,7 @@ async def test_requests_beyond_the_capacity_are_refused_and_leave_nothing() -> N
         cluster.faults("prefill-0", FakeFaults())
         for answer in await asyncio.gather(*held):
             assert_same(answer, expected)
-        await wait_until(lambda: not requests.open_requests)
+        await wait_until(lambda: not requests.log.open)
         assert requests.admission.queued == requests.admission.running == 0
 
 
@@ -55,7 +55,7 @@ class TestSlowReaders:
     @pytest.fixture(autouse=True)
     def small_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grpc_api, "MAX_UNSENT_DELTAS", 64)
-        monkeypatch.setattr(handling, "MAX_UNSENT_BYTES", 4096)
+        monkeypatch.setattr(answer_sinks, "MAX_UNSENT_BYTES", 4096)
 
         def bind_small(host: str, port: int) -> socket.socket:
             sock = http_server.bind(host, port)
@@ -63,7 +63,7 @@ class TestSlowReaders:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             return sock
 
-        monkeypatch.setattr(main, "bind", bind_small)
+        monkeypatch.setattr(api_open, "bind", bind_small)
 
     async def test_over_http(self) -> None:
         async with Cluster(prefill=1, decode=1, engine_args={"step_s": 0.002}) as cluster:
@@ -103,7 +103,7 @@ class TestSlowReaders:
                 await call.read()
                 await assert_cut(cluster)
                 call.cancel()
-                await wait_until(lambda: not cluster.router.requests.open_requests)
+                await wait_until(lambda: not cluster.router.requests.log.open)
 
 
 async def assert_cut(cluster: Cluster) -> None:

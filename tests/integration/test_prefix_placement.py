@@ -15,7 +15,7 @@ from pdserve.model import prefix_hash
 from pdserve.types import Role, SamplingParams
 from tests.support.cluster import Cluster, assert_same
 from tests.support.timeouts import wait_until
-from workers.fake.engine import PrefixCache
+from workers.fake.prefix_cache import PrefixCache
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def prompt(which: int, blocks: int = 8) -> list[int]:
 
 async def until_indexed(cluster: Cluster, *prompts: list[int]) -> None:
     """Wait until the router's index has these prompts for every worker."""
-    watches = cluster.router.connections._watches
+    watches = cluster.router.link_pool._watches
     assert watches is not None
 
     def is_indexed() -> bool:
@@ -84,7 +84,7 @@ async def test_the_index_forgets_the_blocks_of_a_lost_worker() -> None:
     ) as cluster:
         for _ in range(2):
             await ask(cluster, prompt(1))
-        watches = cluster.router.connections._watches
+        watches = cluster.router.link_pool._watches
         assert watches is not None
         assert len(watches.index) == 8
         await cluster.kill("prefill-0")
@@ -109,7 +109,7 @@ async def told(*, decode: int = 1, **router: Any) -> AsyncIterator[tuple[Cluster
     engine_args = {"prefix_cache": True, "prefill_s": 0.002}
     policy = {"policy": "prefix_aware", **router}
     async with Cluster(prefill=1, decode=decode, engine_args=engine_args, router=policy) as cluster:
-        costs = cluster.router.requests._services.costs
+        costs = cluster.router.requests.costs
 
         def knows_steps() -> bool:
             steps = costs.step_model("prefill-0")

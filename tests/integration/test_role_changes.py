@@ -17,7 +17,9 @@ from pdserve.net import rpc
 from pdserve.types import Role
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
+from router.fleet.open import FleetLimits
 from router.main import RouterLimits
+from router.request_path import PathLimits
 from tests.support.cluster import (
     LONG,
     PLAIN,
@@ -73,7 +75,7 @@ async def test_role_changes_under_load_lose_nothing() -> None:
 
 
 async def test_streams_that_do_not_end_in_time_move() -> None:
-    limits = RouterLimits(export_timeout_s=0.05)
+    limits = RouterLimits(path=PathLimits(export_timeout_s=0.05))
     async with Cluster(prefill=1, decode=2, limits=limits) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         cluster.faults(idle, FakeFaults())
@@ -162,7 +164,7 @@ async def test_loads_and_workers_are_shown_at_zero_and_without_role_changes() ->
     names = [f'model="pdserve-demo",role="{role}"' for role in ("prefill", "decode")]
     loads = [f"pdserve_role_load{{{name}}} 0.0" for name in names]
     roles = RolesConfig(window_s=0.3)
-    limits = RouterLimits(forget_after_s=1.0)
+    limits = RouterLimits(fleet=FleetLimits(forget_after_s=1.0))
     async with Cluster(prefill=1, decode=1, router={"roles": roles}, limits=limits) as cluster:
         ready = [f'pdserve_workers{{{name},state="ready"}}' for name in names]
         lost = [f'pdserve_workers{{{name},state="lost"}} 0.0' for name in names]

@@ -17,10 +17,13 @@ import pytest
 from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
-from router.api.handling import EventStream, WholeBody
+from router.api.answer_sinks import EventStream, WholeBody
+from router.attempt.attempt import Attempt
+from router.attempt.open_answer import OpenAnswer
+from router.attempt.streams import WorkerStream
+from router.fleet.open import FleetLimits
 from router.main import RouterLimits
-from router.request import request
-from router.request.attempt import Attempt, WorkerStream
+from router.request_path import PathLimits
 from tests.support.cluster import LEASE_S, Cluster
 from tests.support.timeouts import wait_until
 
@@ -40,12 +43,8 @@ OURS = ("router.", "pdserve.", "_asyncio.", "asyncio.locks.", "asyncio.queues.")
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     limits = RouterLimits(
-        forget_after_s=0.0,
-        refit_s=0.0,
-        max_pairs=KEPT,
-        decisions_kept=KEPT,
-        records_kept=KEPT,
-        prefix_blocks=64,
+        fleet=FleetLimits(forget_after_s=0.0, prefix_blocks=64),
+        path=PathLimits(refit_s=0.0, max_pairs=KEPT, records_kept=KEPT, decisions_kept=KEPT),
     )
     router: dict[str, Any] = {
         "policy": "slo_aware",
@@ -153,7 +152,7 @@ async def test_nothing_is_kept_of_workers_that_are_gone(cluster: Cluster) -> Non
 
 async def test_an_ended_request_is_freed_without_garbage_collection() -> None:
     """Cycles of objects would wait for a collection, which stops a busy router for 0.4 s."""
-    limits = {"max_running_requests": 1, "max_queued_requests": 1}
+    limits = {"queue": {"max_running_requests": 1, "max_queued_requests": 1}}
     async with Cluster(prefill=1, decode=1, router=limits) as cluster:
         await ask_at_once(cluster)
         gc.collect()
@@ -162,7 +161,7 @@ async def test_an_ended_request_is_freed_without_garbage_collection() -> None:
         try:
             statuses = await ask_at_once(cluster)
             await cluster.assert_no_leaks()
-            kinds = (Attempt, WorkerStream, request.Generation, EventStream, WholeBody)
+            kinds = (Attempt, WorkerStream, OpenAnswer, EventStream, WholeBody)
             left = Counter(type(x).__name__ for x in gc.get_objects() if type(x) in kinds)
         finally:
             gc.enable()

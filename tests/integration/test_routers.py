@@ -15,7 +15,7 @@ import pytest
 
 from pdserve import wire
 from pdserve.client import Client
-from pdserve.config import RouterConfig
+from pdserve.config import RouterConfig, parse
 from pdserve.demo import MODEL_DIR
 from pdserve.errors import Conflict, InvalidRequest, Unavailable
 from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
@@ -148,11 +148,11 @@ async def test_a_killed_router_costs_its_streams_a_pause() -> None:
 
 
 async def test_routers_and_workers_are_restarted_under_load_and_no_request_fails() -> None:
-    values: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "lease_s": LEASE_S}
+    values: dict[str, Any] = {"http": {"port": 0}, "grpc": {"port": 0}, "lease_s": LEASE_S}
     values["stop_grace_s"] = 0.0
-    other = RouterServer(RouterConfig(**values))
+    other = RouterServer(parse(RouterConfig, values))
     address = (await other.start()).grpc
-    values["grpc_port"] = int(address.rpartition(":")[2])
+    values["grpc"] = {"port": int(address.rpartition(":")[2])}
     try:
         async with (
             Cluster(
@@ -167,7 +167,7 @@ async def test_routers_and_workers_are_restarted_under_load_and_no_request_fails
                 await cluster.start_router()
                 await until_workers(cluster.grpc, 4)
                 await other.stop()
-                other = RouterServer(RouterConfig(**values))
+                other = RouterServer(parse(RouterConfig, values))
                 await other.start()
                 await until_workers(address, 4)
                 await replace_workers(cluster, ["prefill-0", "prefill-1", "decode-0", "decode-1"])

@@ -58,7 +58,8 @@ async def test_pools_follow_the_load_that_a_router_reports(tmp_path: Path) -> No
         api.add("deployments", "pdserve-decode", replicas=1)
         api.add("pods", "decode-0", containers=[])
         async with a_scaler(config, "--router", cluster.grpc) as scaler:
-            asking = asyncio.create_task(cluster.ask([20, 21], SamplingParams(max_tokens=4000)))
+            endless = SamplingParams(max_tokens=4000, ignore_eos=True)
+            asking = asyncio.create_task(cluster.ask([20, 21], endless))
             await wait_until(lambda: api.replicas("pdserve-decode") == 2)
             asking.cancel()
             await wait_until(lambda: api.replicas("pdserve-decode") == 1)

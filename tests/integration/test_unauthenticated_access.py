@@ -39,7 +39,8 @@ GRPC = {
         "Admin": dict.fromkeys(
             (
                 *("Explain", "DrainWorker", "UndrainWorker", "ChangeRole"),
-                *("ListRevisions", "SetWeights"),
+                *("ListRevisions", "SetWeights", "DrainRouter", "UndrainRouter"),
+                *("UpdateCheckpoint", "PauseModel", "ResumeModel", "GetCheckpoint"),
             ),
             REFUSED,
         ),
@@ -48,7 +49,7 @@ GRPC = {
         "Worker": dict.fromkeys(
             (
                 *("GetStatus", "Drain", "Undrain", "SetRole", "SettleRole", "GetTokenizer"),
-                *("LoadAdapter", "UnloadAdapter", "Render"),
+                *("LoadAdapter", "UnloadAdapter", "Render", "UpdateWeights"),
             ),
             REFUSED,
         )
@@ -89,7 +90,7 @@ BODIES = {
 def ready(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    ports = ("router.http_port=0", "router.grpc_port=0", "worker.engine=fake")
+    ports = ("router.http.port=0", "router.grpc.port=0", "worker.engine=fake")
     words = [x for setting in ports for x in ("--set", setting)]
     if request.param == "serve":
         words.insert(0, "demo")
@@ -167,6 +168,7 @@ async def test_a_stranger_gets_only_what_the_table_permits(ready: dict[str, Any]
     writer.close()
 
 
+@pytest.mark.parametrize("ready", ["up"], indirect=True, scope="module")
 def test_commands_of_the_same_user_need_no_key(
     ready: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from pdserve.errors import InvalidRequest
 from tests.support.engine_pair import params, prompt
 from tests.support.engines import EngineProcess, settings
 from tests.support.tiny_models import make_adapter
-from workers.adapters import read_adapter
+from workers.control.loaded_adapters import read_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -32,7 +32,7 @@ async def pair_shm(tiny_model: Path) -> AsyncIterator[EnginePair]:
         await EngineProcess.start(
             settings(
                 tiny_model,
-                kv=ConnectorConfig(transports=("shm",), lease_s=LEASE_S),
+                kv=ConnectorConfig(transports=("shm",), hold_s=LEASE_S),
                 instance_id=name,
                 max_num_batched_tokens=256,
             ),

@@ -231,6 +231,16 @@ def test_chaos_on_real_engines_costs_no_answer_and_leaves_nothing(tmp_path: Path
     assert sum(killed["fallbacks"].values()) >= 1
 
 
+def test_answers_of_aggregated_workers_continue(tmp_path: Path) -> None:
+    scenarios = ("kill_aggregated", "drain_aggregated", "kill_decode_mixed")
+    options = ("--only", ",".join(scenarios), "--engine", "fake", "--requests", "9", "--json")
+    ended = run_cli("bench", "chaos", *options, "--run-dir", str(tmp_path), within_s=START_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(ended.stdout)["rows"]
+    assert [(row["fault"], row["passed"]) for row in rows] == [(x, True) for x in scenarios]
+    assert all(row["fallbacks"] for row in rows)
+
+
 def test_a_soak_sends_every_kind_of_request_and_samples_every_process(tmp_path: Path) -> None:
     short = ("--duration", "24", "--churn", "4", "--sample", "0.5", "--rate", "24", "--json")
     ended = run_cli("bench", "soak", *short, "--run-dir", str(tmp_path), within_s=START_S)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.config import RouterConfig
+from pdserve.config import StoreConfig
 from pdserve.errors import ConfigError, NotFound
 from router.store.database import StoreUnavailable
 from router.store.store import make_store
@@ -46,7 +46,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
 
 
 def make(folder: Path, bucket: str = "bucket") -> Store:
-    config = RouterConfig(store=str(folder), store_files=f"s3://{bucket}/some/prefix")
+    config = StoreConfig(database=str(folder), files=f"s3://{bucket}/some/prefix")
     return make_store(config, folder, "router")
 
 
@@ -86,4 +86,4 @@ async def test_an_unreachable_bucket_fails_the_upload_and_keeps_nothing(
 def test_a_missing_bucket_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         make(tmp_path, "another")
-    assert raised.value.field == "store_files"
+    assert raised.value.field == "store.files"

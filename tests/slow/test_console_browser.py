@@ -34,7 +34,7 @@ expect.set_options(timeout=WAIT_S * 1000)
 
 ADMIN_KEY, KEY = new_key(), new_key()
 ATTACK = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-VIEWS = ("requests", "workers", "sessions", "flow", "goodput", "verdict", "chat")
+VIEWS = ("overview", "requests", "workers", "sessions", "flow", "goodput", "verdict", "chat")
 
 
 class Traffic:
@@ -72,16 +72,13 @@ class Traffic:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("console")
-    token, config = folder / "token", folder / "config.yaml"
-    token.write_text("a-token-that-only-tests-have-got-1")
-    access = {"worker_token_file": str(token)}
+    config = folder / "config.yaml"
     router = {
-        "access": {**access, "admin_keys": [hash_key(ADMIN_KEY)]},
+        "access": {"admin_keys": [hash_key(ADMIN_KEY)]},  # the workers' token is made
         "tenants": [{"name": ATTACK, "keys": [hash_key(KEY)]}],
         "on_demand_models": [ATTACK],
     }
-    worker = {"access": access}
-    config.write_text(yaml.safe_dump({"router": router, "worker": worker}))
+    config.write_text(yaml.safe_dump({"router": router}))
     pools = ("--prefill", "1", "--decode", "2", "--set", "router.policy=least_loaded")
     words = ("--engine", "vllm", "--config", str(config), *pools, "--model-name", ATTACK)
     with up(folder, *words) as running:
@@ -122,7 +119,22 @@ async def opened(page: Page, view: str) -> None:
     await expect(page.locator(f"nav a[href='#{view}']")).to_have_attribute("aria-current", "page")
 
 
+async def test_the_first_view_is_of_the_last_minutes(page: Page) -> None:
+    await expect(page.locator("nav a[aria-current]")).to_have_text("Overview")
+    for title, figure in (
+        ("Requests that ended", r"\d/s"),
+        ("Tokens of answers", r"\d/s"),
+        ("TTFT", r"\d m?s · [\d.]+ m?s"),
+        ("ITL", r"\d m?s · [\d.]+ m?s"),
+        ("KV cache", r"\d % · \d+ %"),
+        ("Workers", "^3$"),
+    ):
+        card = page.locator("article", has=page.get_by_role("heading", name=title))
+        await expect(card.locator(".figure")).to_have_text(re.compile(figure))
+
+
 async def test_requests_are_shown_and_explained(page: Page) -> None:
+    await opened(page, "requests")
     row = page.locator("tbody tr", has=page.locator("i.decode")).filter(has_text="decode-").first
     await expect(row).to_contain_text("prefill-0 → decode-")
     await expect(row).to_contain_text(ATTACK)
@@ -136,9 +148,36 @@ async def test_requests_are_shown_and_explained(page: Page) -> None:
     await expect(dialog.locator("dl")).to_contain_text("transfer blocks")
     await page.keyboard.press("Escape")
     await expect(dialog).to_be_hidden()
-    await page.get_by_label("Outcome").select_option("refused")
+    name = await row.get_by_role("button").get_attribute("title")
+    assert name is not None
     await page.get_by_role("button", name="Continue").click()
+    await page.get_by_label("Id").fill(name.removeprefix("chatcmpl-"))
+    await expect(page.locator("#view tbody tr")).to_have_count(1)
+    await page.get_by_label("Id").fill("")
+    await page.get_by_label("Outcome").select_option("refused")
     await expect(page.locator("#view tbody tr")).to_have_count(0)
+
+
+async def test_a_request_whose_client_left_is_aborted_and_no_failure(
+    service: dict[str, Any], page: Page
+) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{service['http']}/v1", api_key=KEY) as client:
+        chat: Any = {"model": ATTACK, "messages": [{"role": "user", "content": "hi"}]}
+        stream = await client.chat.completions.create(**chat, stream=True, max_tokens=400)
+        await anext(aiter(stream))
+        await stream.close()
+    await opened(page, "requests")
+    await page.get_by_label("Outcome").select_option("aborted")
+    row = page.locator("#view tbody tr")
+    await expect(row).to_have_count(1)
+    await expect(row).to_contain_text("prefill-0 → decode-")
+    await expect(row.locator("td").nth(6)).to_have_text(re.compile(r"\d m?s"))  # TTFT
+    await expect(row.locator("i.aborted")).to_be_visible()
+    await expect(row.locator(".mark")).to_have_text("aborted")
+    await page.get_by_label("Outcome").select_option("failed")
+    await expect(row).to_have_count(0)
+    await opened(page, "goodput")
+    await expect(page.locator("#view")).to_contain_text("None.")  # refused and failed
 
 
 async def test_workers_show_their_steps(page: Page) -> None:
@@ -256,6 +295,22 @@ async def test_a_phone_scrolls_in_one_direction(page: Page) -> None:
     for view in VIEWS:
         await opened(page, view)
         assert await page.evaluate("document.documentElement.scrollWidth") <= 390, view
+
+
+async def test_without_the_router_nothing_is_known_of_workers(
+    service: dict[str, Any], page: Page
+) -> None:
+    await opened(page, "workers")
+    mark = page.locator(".lane[data-worker='decode-1'] .mark")
+    await expect(mark).to_have_text("ready")
+    os.kill(service["routers"][0]["pid"], signal.SIGSTOP)
+    try:
+        await expect(mark).to_have_text("not known")
+        await expect(page.locator("body")).to_have_class("stale")
+    finally:
+        os.kill(service["routers"][0]["pid"], signal.SIGCONT)
+    await expect(mark).to_have_text("ready")
+    await expect(page.locator("body")).to_have_class("")
 
 
 async def test_a_killed_worker_is_seen(service: dict[str, Any], page: Page) -> None:

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from kv_transfer.settings import ConnectorConfig
+from pdserve.config import DataParallelConfig
 from pdserve.deploy.local.groups import free_ports
 from tests.support.engine_pair import BLOCK, EnginePair, joined, params, prompt
 from tests.support.engines import EngineProcess, settings
@@ -26,7 +27,6 @@ from tests.support.model_matrix import EXACT, EXPERTS, SHARED, check_kind
 from tests.support.pdserve_up import up
 from tests.support.served_up import ServedUp
 from tests.support.timeouts import START_S, WAIT_S
-from workers.vllm.settings import DataParallel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -51,7 +51,13 @@ async def _group(model: Path, env: Mapping[str, str] | None = None) -> list[Engi
         one = settings(
             model, kv=kv, instance_id=f"rank-{rank}", enable_expert_parallel=True, **_ARGS
         )
-        ranks.append(replace(one, group=DataParallel(2, rank, port, WAIT_S)))
+        ranks.append(
+            replace(
+                one,
+                data_parallel=DataParallelConfig(size=2, rank=rank, port=port, group="g"),
+                leave_s=WAIT_S,
+            )
+        )
     return await asyncio.gather(*(EngineProcess.start(each, env=env) for each in ranks))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,13 +13,16 @@ from pdserve.types import FinishReason, SamplingParams
 from tests.support.engines import EngineProcess, settings
 from tests.support.timeouts import WAIT_S
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPT = tuple(range(5, 60))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+def shared_by_ranks() -> set[Path]:
+    """Return the memory of vLLM's CPU ranks that has a name."""
+    return set(Path("/dev/shm").glob("vllm_dist_*-cpushm_*"))
 
 
 def children(pid: int) -> list[psutil.Process]:
@@ -34,8 +38,9 @@ async def gone(processes: list[psutil.Process]) -> None:
 async def test_a_start_leaves_nothing_and_a_close_ends_streams_and_threads(
     tiny_model: Path,
 ) -> None:
-    engine = await EngineProcess.start(settings(tiny_model))
+    engine = await EngineProcess.start(settings(tiny_model, kv_cache_memory_bytes=3 << 30))
     assert children(engine.pid) == []
+    assert psutil.Process(engine.pid).memory_info().rss < 2 << 30, "the cache fills with requests"
     load, ledger = await engine.until_empty()
     assert load is not None
     assert (load.progress, ledger.is_empty) == (0, True)
@@ -56,6 +61,7 @@ async def test_a_start_leaves_nothing_and_a_close_ends_streams_and_threads(
     [
         ({"nonsense": 1}, "engine_args.nonsense"),
         ({"max_model_len": 100_000}, "max_model_len"),
+        ({"pipeline_parallel_size": 2, "speculative_config": NGRAM}, "pipeline_parallel_size 2"),
     ],
 )
 async def test_an_engine_that_cannot_start_reports_the_reason(
@@ -68,9 +74,11 @@ async def test_an_engine_that_cannot_start_reports_the_reason(
 async def test_two_ranks_answer_as_one_and_die_with_their_parent(
     tiny_model: Path, aggregated: EngineProcess
 ) -> None:
+    shared = shared_by_ranks()
     engine = await EngineProcess.start(settings(tiny_model, tensor_parallel_size=2))
     ranks = children(engine.pid)
     assert len(ranks) >= 2
+    assert shared_by_ranks() <= shared
     found = await engine.run(PROMPT, GREEDY)
     assert found.token_ids == (await aggregated.run(PROMPT, GREEDY)).token_ids
     await engine.until_empty()

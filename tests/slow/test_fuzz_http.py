@@ -131,7 +131,7 @@ def upload(address: str, body: bytes | Iterator[bytes]) -> requests.Response:
 
 @contextlib.asynccontextmanager
 async def accepting_files(folder: Path) -> AsyncIterator[str]:
-    async with Cluster(router={"store": str(folder)}) as cluster:
+    async with Cluster(router={"store": {"database": str(folder)}}) as cluster:
         yield cluster.http
 
 

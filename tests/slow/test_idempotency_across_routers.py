@@ -47,7 +47,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         url = stack.enter_context(running_postgres()).new_database()
-        options = {"store": url, "store_files": str(tmp_path)}
+        options = {"store.database": url, "store.files": str(tmp_path)}
         first, second = (
             await enter(router_process(**options)),
             await enter(router_process(**options)),

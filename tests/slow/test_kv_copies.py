@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from pdserve.config import RouterConfig
+from pdserve.config import GrpcConfig, HttpConfig, RouterConfig
 from pdserve.types import SamplingParams
+from router.attempt import copies
 from router.placement import cost
-from router.request import prefix_fetch
 from tests.support.engine_pair import BLOCK, params, prompt
 from tests.support.timeouts import WAIT_S, wait_until
 from tests.support.vllm_cluster import OpenRequest, VllmCluster
@@ -34,9 +34,13 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
 async def service(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmCluster]:
     # A tiny model computes as fast as it copies, and this machine may be slow.
     monkeypatch.setattr(cost, "is_clearly_cheaper", lambda _copy_s, _compute_s: True)
-    monkeypatch.setattr(prefix_fetch, "MIN_LIMIT_S", WAIT_S)
+    monkeypatch.setattr(copies, "MIN_LIMIT_S", WAIT_S)
     config = RouterConfig(
-        http_port=0, grpc_port=0, policy="prefix_aware", lease_s=WAIT_S, stop_grace_s=0.0
+        http=HttpConfig(port=0),
+        grpc=GrpcConfig(port=0),
+        policy="prefix_aware",
+        lease_s=WAIT_S,
+        stop_grace_s=0.0,
     )
     async with VllmCluster.start(config, tiny_model) as service:
         for name in ("prefill-0", "decode-0"):

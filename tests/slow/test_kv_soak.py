@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TRANSFERS, MAX_OPEN, KILL_EVERY, STOP_EVERY = 600, 24, 60, 45
 SHAPE = geometry(layers=3, blocks=400, page=512)
-TIMES = {"lease_s": 3.0, "receive_timeout_s": 3.0, "send_timeout_s": 1.0, "chunk_bytes": 3 * 1536}
+TIMES = {"hold_s": 3.0, "receive_timeout_s": 3.0, "send_timeout_s": 1.0, "chunk_bytes": 3 * 1536}
 FATES = {"complete": 12, "cancel": 2, "abort": 1, "unasked": 1, "unknown": 1, "preempt": 2}
 _Context = multiprocessing.get_context("spawn")
 

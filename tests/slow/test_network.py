@@ -113,7 +113,7 @@ class Service:
 
     async def _start(self, settings: dict[str, str]) -> None:
         for host in self._routers:
-            at = {"http_host": self.network.address(host), "grpc_host": self.network.address(host)}
+            at = dict.fromkeys(("http.host", "grpc.host"), self.network.address(host))
             at |= {"policy": "least_loaded", "health.eject_s": "1"}
             await self._run(f"router-{host}", host, "router", at)
             address = await self._stack.enter_async_context(self.network.forward(host, GRPC))
@@ -127,7 +127,7 @@ class Service:
         for name, host in self._workers.items():
             address = self.network.address(host)
             at = {"worker_id": name, "role": name.partition("-")[0], "routers": f"[{routers}]"}
-            at |= {"host": address, "kv.host": address, "kv.lease_s": "5"}
+            at |= {"host": address, "kv.host": address, "kv.hold_s": "5"}
             if name in self.group:
                 at |= self._rank(name)
             await self._run_parts(name, {**settings, **at})
@@ -138,18 +138,18 @@ class Service:
         at = {"size": str(len(self.group)), "rank": rank, "group": first}
         at |= {"address": self.network.address(self._workers[first])}
         experts = {"engine_args.enable_expert_parallel": "true"}
-        return experts | {f"data_parallel_{key}": value for key, value in at.items()}
+        return experts | {f"data_parallel.{key}": value for key, value in at.items()}
 
     async def _run_parts(self, name: str, settings: dict[str, str]) -> None:
         first = self._workers[name]
         if name not in self.followers:
             await self._run(name, first, "worker", settings)
             return
-        settings |= {"nnodes": "2", "master_addr": self.network.address(first)}
+        settings |= {"nodes.count": "2", "nodes.address": self.network.address(first)}
         settings |= {f"engine_args.{self.split_by}": "2"}
         for rank, host in enumerate((first, self.followers[name])):
             at = dict.fromkeys(("host", "kv.host"), self.network.address(host))
-            part = {**settings, **at, "node_rank": str(rank)}
+            part = {**settings, **at, "nodes.rank": str(rank)}
             await self._run(f"{name}-node-{rank}", host, "worker", part)
 
     async def _run(self, name: str, host: int, command: str, settings: dict[str, str]) -> None:

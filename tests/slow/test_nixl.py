@@ -1,27 +1,32 @@
-"""vLLM's own NixlConnector under the same router: the answers are one engine's, token for token."""
+"""KV over NIXL between processes: a producer that is killed, and real engines, whose answers are
+one engine's, token for token."""
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
-from contextlib import aclosing
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
+from kv_transfer.settings import ConnectorConfig
+from kv_transfer.transport.nixl import NixlTransport
 from pdserve.client import Client
 from tests.support.engine_pair import joined, params, prompt
+from tests.support.kv_pair import FROM, PATIENT, TO, KvWorker, KvWorkers, N, check_exact, until
 from tests.support.pdserve_up import UpProcess
 from tests.support.served_up import ServedUp
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
+    from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from pdserve.client import Delta
-    from pdserve.types import Receipt, SamplingParams, Usage
     from tests.support.engines import EngineProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -33,6 +38,64 @@ ENGINE_ARGS = {
 }
 
 
+def serve(control: Connection) -> None:
+    """A producer process. It holds transfers named by the messages, until it is killed."""
+    config = ConnectorConfig(**PATIENT)  # type: ignore[arg-type]
+    worker = KvWorker("producer", [NixlTransport(config)], settings=config)
+    control.send((worker.address, worker.cache.blocks()))
+    while True:
+        worker.prefill(control.recv(), FROM, N)
+        control.send("held")
+
+
+class Producer:
+    """A producer in another process, as the target's `start` and `check_exact` see it."""
+
+    instance_id = "producer"
+
+    def __init__(self) -> None:
+        self._control, there = multiprocessing.Pipe()
+        spawn = multiprocessing.get_context("spawn")
+        self.process = spawn.Process(target=serve, args=(there,), daemon=True)
+        self.process.start()
+
+    def begin(self) -> None:
+        assert self._control.poll(WAIT_S)
+        self.address, blocks = self._control.recv()
+        self.cache = SimpleNamespace(block=lambda n: blocks[n])
+
+    def prefill(self, name: str) -> None:
+        self._control.send(name)
+        assert self._control.poll(WAIT_S)
+        self._control.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(WAIT_S)
+        self._control.close()
+
+
+async def test_a_killed_producer_fails_its_transfers_only_and_returns() -> None:
+    workers = KvWorkers(NixlTransport)
+    target = workers.worker()
+    sources = [Producer(), Producer()]  # both import torch now
+    for round_, source in enumerate(sources):
+        before = target.cache.blocks()
+        source.begin()
+        try:
+            for name in (f"a{round_}", f"b{round_}"):
+                target.start(source, name, TO, N)  # type: ignore[arg-type]
+                source.prefill(name)
+                until(lambda name=name: f"d-{name}" in target.ended, target)  # type: ignore[misc]
+                check_exact(source, target, before)  # type: ignore[arg-type]
+            target.start(source, f"c{round_}", TO, N)  # type: ignore[arg-type]
+        finally:
+            source.kill()
+        until(lambda n=round_: f"d-c{n}" in target.ended, target)  # type: ignore[misc]
+    assert target.failed == ["d-c0", "d-c1"]
+    workers.close()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def running(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -40,8 +103,7 @@ async def running(
     options = ["--http-port", "0", "--grpc-port", "0", "--model", str(tiny_model)]
     for name, value in ENGINE_ARGS.items():
         options += ["--set", f"worker.engine_args.{name}={value}"]
-    options += ["--set", "router.policy=least_loaded"]
-    options += ["--set", "worker.kv.lease_s=6", "--kv-connector", "nixl"]
+    options += ["--set", "router.policy=least_loaded", "--kv-transport", "nixl"]
     up = UpProcess(tmp_path_factory.mktemp("up"), *options)
     try:
         yield await asyncio.to_thread(ServedUp, up)
@@ -52,96 +114,38 @@ async def running(
         up.close()
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def stack(running: ServedUp) -> AsyncIterator[ServedUp]:
-    """Assert that every test leaves the workers empty."""
-    yield running
+@pytest.mark.parametrize("length", [33, 700])
+async def test_an_answer_is_exact(
+    running: ServedUp, aggregated: EngineProcess, length: int
+) -> None:
+    ids, sampling = prompt(length, 200), params(ignore_eos=True)
+    async with Client(running.grpc) as client:
+        deltas = [delta async for delta in client.generate(ids, sampling)]
+    assert joined(*deltas) == joined(await aggregated.run(ids, sampling))
+    receipt = deltas[-1].receipt
+    assert receipt is not None
+    assert (receipt.transport, receipt.transfer_blocks) == ("nixl", -(-length // BLOCK))
+    assert receipt.fallbacks == ()
     await running.until_empty()
 
 
-class Answer:
-    """Return an answer, joined, with the usage and the receipt of its last delta."""
-
-    def __init__(self, deltas: Sequence[Delta]) -> None:
-        last = deltas[-1]
-        assert last.receipt is not None
-        assert last.usage is not None
-        self.receipt: Receipt = last.receipt
-        self.usage: Usage = last.usage
-        self.joined = joined(*deltas)
-
-
-async def ask(stack: ServedUp, ids: Sequence[int], sampling: SamplingParams) -> Answer:
-    async with Client(stack.grpc) as client:
-        return Answer([delta async for delta in client.generate(ids, sampling)])
-
-
-def assert_nixl(answer: Answer, blocks: int) -> None:
-    """Assert that vLLM's connector moved the KV and that each token was counted once."""
-    receipt = answer.receipt
-    assert (receipt.transport, receipt.transfer_blocks) == ("nixl", blocks)
-    assert receipt.transfer_bytes > 0
-    assert (receipt.prefill_worker, receipt.decode_worker) == ("prefill-0", "decode-0")
-    assert receipt.first_token_source == "prefill"
-    assert receipt.fallbacks == ()
-    assert answer.usage.completion_tokens == len(answer.joined.token_ids)
-
-
-@pytest.mark.parametrize("length", [1, 32, 33, 257, 700])
-async def test_every_prompt_length_is_exact(
-    stack: ServedUp, aggregated: EngineProcess, length: int
-) -> None:
-    ids, sampling = prompt(length, 200), params(ignore_eos=True)
-    answer = await ask(stack, ids, sampling)
-    assert answer.joined == joined(await aggregated.run(ids, sampling))
-    assert_nixl(answer, -(-length // BLOCK))
-
-
-async def test_only_missing_blocks_are_fetched(stack: ServedUp, aggregated: EngineProcess) -> None:
-    ids, sampling = prompt(10 * BLOCK, 230), params(ignore_eos=True)
-    await ask(stack, ids, sampling)
-    longer = ids + prompt(3 * BLOCK, 231)
-    answer = await ask(stack, longer, sampling)
-    assert answer.joined == joined(await aggregated.run(longer, sampling))
-    assert_nixl(answer, 3)
-
-
-async def test_a_first_token_that_ends_the_answer_frees_its_kv_at_once(
-    stack: ServedUp, aggregated: EngineProcess
-) -> None:
-    ids = prompt(300, 250)
-    first = (await aggregated.run(ids, params(1))).token_ids
-    answer = await ask(stack, ids, params(16, stop_token_ids=first))
-    assert answer.joined == joined(await aggregated.run(ids, params(16, stop_token_ids=first)))
-    assert (answer.receipt.transport, answer.receipt.decode_worker) == ("", "")
-
-
-@pytest.mark.parametrize("pieces", [1, 3])
-async def test_a_client_that_leaves_frees_both_workers(stack: ServedUp, pieces: int) -> None:
-    """The client leaves after the first token, before the transfer, or during decode."""
-    async with Client(stack.grpc) as client:
-        deltas = client.generate(prompt(1500, 260 + pieces), params(400, ignore_eos=True))
-        # An async generator behind its narrower type; closing it cancels the request.
-        async with aclosing(cast("AsyncGenerator[Delta, None]", deltas)):
-            for _ in range(pieces):
-                await anext(deltas)
-
-
 async def test_an_answer_outlives_its_decode_worker(
-    stack: ServedUp, aggregated: EngineProcess
+    running: ServedUp, aggregated: EngineProcess
 ) -> None:
-    """Last in this file. The answer continues exactly on the prefill worker."""
+    """Last in this file. The answer continues exactly on the prefill worker, which served reads."""
     ids, sampling = prompt(100, 270), params(100, temperature=0.9, seed=5, ignore_eos=True)
-    decode = next(x for x in stack.ready["workers"] if x["role"] == "decode")
+    decode = next(x for x in running.ready["workers"] if x["role"] == "decode")
     # Stopped, it makes no token before it is killed, however fast the machine is.
     os.kill(decode["pid"], signal.SIGSTOP)
     deltas = []
-    async with Client(stack.grpc) as client:
+    async with Client(running.grpc) as client:
         async for delta in client.generate(ids, sampling):
             if not deltas:
                 os.kill(decode["pid"], signal.SIGKILL)
             deltas.append(delta)
-    answer = Answer(deltas)
-    assert answer.joined == joined(await aggregated.run(ids, sampling))
-    assert answer.receipt.fallbacks
-    stack.ready["workers"].remove(decode)
+    assert joined(*deltas) == joined(await aggregated.run(ids, sampling))
+    receipt = deltas[-1].receipt
+    assert receipt is not None
+    assert receipt.fallbacks
+    running.ready["workers"].remove(decode)
+    await running.until_empty()

@@ -11,14 +11,16 @@ import pytest
 
 from pdserve.client import Client
 from pdserve.model.tokenizer import ChatMessage
-from pdserve.types import SamplingParams
+from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from tests.support import model_kind_checks as checks
 from tests.support.engine_pair import params, prompt
+from tests.support.engines import EngineProcess, settings
 from tests.support.model_kinds import KINDS, make_kind
 from tests.support.model_matrix import STAGED
 from tests.support.pdserve_up import UpProcess
 from tests.support.served_demo import EXPLAIN
 from tests.support.served_up import ServedUp
+from tests.support.tiny_models import ModelSpec, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +92,30 @@ async def test_stages_of_two_ranks_hand_over_both_splits_exactly(tmp_path: Path)
         await of.check(prompt(1200), "four ranks to two")
         await checks.check_moves(of)
         await checks.check_cancels(of)
+
+
+@pytest.mark.parametrize("ranks", [TWO_HEADS, TWO_STAGES])
+async def test_an_aggregated_engine_of_two_ranks_continues_answers(
+    ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    """It has no KV connector, whose metadata would tell the ranks the tokens so far."""
+    model = make_model(tmp_path / "tiny", ModelSpec())
+    engine = await EngineProcess.start(settings(model, max_num_batched_tokens=256, **ranks))
+    constraint = StructuredOutput(Constraint.REGEX, "[ab]{12}")
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5, "ignore_eos": True},
+        {"structured_output": constraint},
+    ]
+    try:
+        for kind in kinds:
+            ids, sampling = prompt(300, 3), params(24, **kind)
+            whole = await engine.run(ids, sampling)
+            assert len(whole.token_ids) > 7
+            tail = await engine.run(ids, sampling, resume=whole.token_ids[:7])
+            assert tail.token_ids == whole.token_ids[7:]
+        await engine.until_empty()
+    finally:
+        await engine.close()
 
 
 async def test_serve_with_two_stages_hands_over_and_drains(tmp_path: Path) -> None:

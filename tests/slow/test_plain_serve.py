@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PATH = "/v1/completions"
 _SEEDS = itertools.count(5000)
+LETTER = 40  # its token in the tiny models' vocabulary
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "seed": 1234, "top_p": 0.9},
@@ -68,7 +69,7 @@ async def servers(
     directory = tmp_path_factory.mktemp("serve")
     both: list[ServerProcess] = []
     try:
-        both += [vllm_serve(tiny_model, directory, "prefill", {"lease_s": 2 * WAIT_S})]
+        both += [vllm_serve(tiny_model, directory, "prefill", {"hold_s": 2 * WAIT_S})]
         # One of vLLM's processes less than by default: the engine runs the model itself.
         in_engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         both += [vllm_serve(tiny_model, directory, "decode", {}, env=in_engine)]
@@ -100,8 +101,9 @@ async def proxy(
 
 
 def fresh(length: int) -> list[int]:
-    """Return a prompt that no server has cached, so that all of its KV is transferred."""
-    return prompt(length, next(_SEEDS))
+    """Return a prompt that no server has cached, so that all of its KV is transferred. It ends with
+    a letter: after a part of a character, vLLM's own server repeats the prompt in the answer."""
+    return [*prompt(length - 1, next(_SEEDS)), LETTER]
 
 
 def asked(ids: list[int], kind: str, **more: Any) -> dict[str, Any]:

@@ -108,8 +108,8 @@ async def test_evicted_blocks_are_known_to_be_gone(small: EngineProcess) -> None
 async def test_blocks_that_chain_hashes_do_not_identify_are_left_out() -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-    from workers.cache_mirror import CacheMirror
-    from workers.vllm.cache import CacheEvents
+    from workers.cache.mirror import CacheMirror
+    from workers.vllm.cache.events import CacheEvents
 
     held = {b"a": object(), b"b": object(), b"c": object(), b"d": object()}
     pool = SimpleNamespace(medium="GPU", get_cached_block=lambda key, groups: held.get(key))

@@ -39,7 +39,7 @@ pytestmark = [
 ]
 CAPITAL = "What is the capital of France?"
 QUESTIONS = [
-    CAPITAL,
+    f"{CAPITAL} Answer in one sentence.",  # as in the README
     "Name three colours.",
     "What do bees make?",
     "Who wrote Romeo and Juliet?",
@@ -154,7 +154,7 @@ async def test_answers_are_those_of_transformers_one_at_a_time_and_all_at_once(
     running: Running,
 ) -> None:
     expected = [running.reference(user(x), SHORT_TOKENS) for x in QUESTIONS]
-    assert "Paris" in expected[0]
+    assert expected[0] == "The capital of France is Paris."
     for question, text in zip(QUESTIONS, expected, strict=True):
         answer = await running.ask(user(question), SHORT_TOKENS)
         assert text_of(answer) == text

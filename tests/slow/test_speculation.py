@@ -15,12 +15,13 @@ import pytest
 import pytest_asyncio
 
 from kv_transfer.settings import ConnectorConfig
-from pdserve.config import RouterConfig
+from pdserve.config import GrpcConfig, HttpConfig, RouterConfig
 from pdserve.demo import MODEL_DIR as MODEL
 from pdserve.errors import UnsupportedField
 from pdserve.model import prefix_hash
 from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
+from pdserve.v1 import worker_pb2 as w
 from tests.support.engine_pair import EnginePair, JoinedAnswer, joined
 from tests.support.engines import EngineProcess, settings
 from tests.support.timeouts import WAIT_S
@@ -193,7 +194,9 @@ async def test_sampling_follows_the_model(pair: EnginePair) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def service() -> AsyncIterator[VllmCluster]:
-    config = RouterConfig(http_port=0, grpc_port=0, policy="least_loaded", stop_grace_s=0.0)
+    config = RouterConfig(
+        http=HttpConfig(port=0), grpc=GrpcConfig(port=0), policy="least_loaded", stop_grace_s=0.0
+    )
     async with VllmCluster.start(config, MODEL) as service:
         await service.add("prefill-0")
         for name in ("decode-0", "decode-1"):
@@ -235,3 +238,6 @@ async def test_answers_of_a_service_leave_speculating_workers_exactly(
         assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
         assert each.fallbacks == ("live_kv:moved", "pair:worker_failed")
     await service.until_empty()
+    listed = await service.registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+    (load,) = [x.load for x in listed.workers if x.info.worker_id == "decode-0"]
+    assert 0 < load.accepted_draft_tokens < load.draft_tokens

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.config import RouterConfig
+from pdserve.config import StoreConfig
 from pdserve.process.forkserver import ForkServer
 from router.store.store import make_store
 from tests.support.postgres import needs_postgres, running_postgres
@@ -26,7 +26,7 @@ NAMES = list("abcdef")
 
 
 async def check_kills(place: str, folder: Path, routers: ForkServer) -> None:
-    store = make_store(RouterConfig(store=place, store_files=str(folder)), Path(place), "client")
+    store = make_store(StoreConfig(database=place, files=str(folder)), Path(place), "client")
     for moment in ("before", "after"):
         for dies_at in range(1, 100):
             upload = await store.files.upload("acme")

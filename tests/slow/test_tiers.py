@@ -12,16 +12,17 @@ import pytest
 import pytest_asyncio
 
 from kv_transfer.settings import ConnectorConfig
-from pdserve.config import RouterConfig, TiersConfig
+from pdserve.config import GrpcConfig, HttpConfig, RouterConfig, TiersConfig
 from pdserve.net import rpc
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
-from tests.support.engine_pair import BLOCK, EnginePair, params, prompt
+from tests.support.engine_pair import BLOCK, CHUNK, EnginePair, params, prompt
 from tests.support.engines import EngineProcess, settings
 from tests.support.model_kinds import make_kind
 from tests.support.timeouts import WAIT_S, wait_until
 from tests.support.tiny_models import ModelSpec, make_model
 from tests.support.vllm_cluster import OpenRequest, VllmCluster
+from workers.engine import PrefillPhase
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -56,17 +57,22 @@ async def start(tiny_model: Path) -> AsyncIterator[Start]:
     engines: list[EngineProcess] = []
 
     async def begin(
-        name: str = "", folder: Path | None = None, model: Path = tiny_model
+        name: str = "",
+        folder: Path | None = None,
+        model: Path = tiny_model,
+        cache: int = CACHE_BYTES,
+        host_gib: float = 1 / 32,
+        chunk: int = CHUNK,
     ) -> EngineProcess:
         made = settings(
             model,
             kv=ConnectorConfig() if name else None,
             instance_id=name,
             tiers=TiersConfig(
-                host_gib=1 / 32, disk_path=str(folder or ""), disk_gib=1 / 16 if folder else 0
+                host_gib=host_gib, disk_path=str(folder or ""), disk_gib=1 / 16 if folder else 0
             ),
-            kv_cache_memory_bytes=CACHE_BYTES,
-            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=cache,
+            max_num_batched_tokens=chunk,
             max_model_len=1024,
         )
         engines.append(await EngineProcess.start(made))
@@ -113,10 +119,12 @@ async def test_files_serve_other_workers_and_outlive_a_kill(
     start: Start, expected: list[tuple[int, ...]], folder: Path
 ) -> None:
     first = await start("", folder)
+    unstored = first.submit(PROMPTS[3], params(), no_tiers=True)
+    assert (await first.collect(unstored)).token_ids == expected[3]
     assert [await ask(first, number, expected) for number in range(2)] == [0, 0]
     await until_stored(folder, 2)
     other = await start("", folder)
-    assert [await ask(other, number, expected) for number in range(2)] == [BLOCKS] * 2
+    assert [await ask(other, number, expected) for number in (3, 0, 1)] == [0, BLOCKS, BLOCKS]
     other.submit(PROMPTS[2], params())
     await other.kill()
     assert list(SHARED_MEMORY.glob(f"vllm_offload_pdserve-{other.pid}-*")) == []
@@ -132,7 +140,9 @@ async def test_files_serve_other_workers_and_outlive_a_kill(
 async def test_a_restarted_prefill_worker_of_a_service_has_its_prefixes(
     tiny_model: Path, expected: list[tuple[int, ...]], folder: Path
 ) -> None:
-    config = RouterConfig(http_port=0, grpc_port=0, policy="least_loaded", stop_grace_s=0.0)
+    config = RouterConfig(
+        http=HttpConfig(port=0), grpc=GrpcConfig(port=0), policy="least_loaded", stop_grace_s=0.0
+    )
     tiers = f"{{host_gib: 0.03125, disk_path: {folder}, disk_gib: 0.0625}}"
     async with VllmCluster.start(config, tiny_model) as service:
         await service.add("decode-0")
@@ -156,7 +166,9 @@ async def test_an_evicted_prompt_goes_to_the_worker_with_its_blocks_in_host_memo
     tiny_model: Path,
 ) -> None:
     """The cache of a worker has room for three of the prompts, its host memory for all."""
-    config = RouterConfig(http_port=0, grpc_port=0, policy="prefix_aware", stop_grace_s=0.0)
+    config = RouterConfig(
+        http=HttpConfig(port=0), grpc=GrpcConfig(port=0), policy="prefix_aware", stop_grace_s=0.0
+    )
     length = ", max_model_len: 1024"
     async with VllmCluster.start(config, tiny_model) as service:
         for name in ("prefill-0", "prefill-1"):
@@ -187,6 +199,36 @@ async def test_an_evicted_prompt_goes_to_the_worker_with_its_blocks_in_host_memo
             found = await AdminStub(channel).Explain(request, timeout=WAIT_S)
         in_tiers = [c.worker_id for c in found.decisions[0].candidates if c.tier_tokens]
         assert in_tiers == holders[-1:]
+
+
+async def test_kv_received_in_blocks_of_an_ended_prompt_does_not_reach_the_tier(
+    start: Start,
+) -> None:
+    """A prompt is cancelled while it is computed, and its blocks go to KV from another worker."""
+    source = await start("s", cache=64 * MIB)
+    tiered = await start("t", host_gib=1 / 8, chunk=CHUNK // 2)
+    right, found = [], []
+    for n in range(8):
+        cut, moved = prompt(22 * BLOCK, 1000 + n), prompt(30 * BLOCK - 1, 5000 + n)
+        again = [*cut, *prompt(5, n)]
+        right.append((await source.run(again, params(12, ignore_eos=True))).token_ids)
+        assert (await source.run(moved, params(1), PrefillPhase(f"b{n}"))).error is None
+        # Leaves room for the cut prompt alone, and shows the engine's steps.
+        filler = tiered.submit(prompt(6 * BLOCK, 9000 + n), params(56, ignore_eos=True))
+        steps = tiered.answer(filler)
+        await tiered.until(lambda steps=steps: len(steps.token_ids) > 2)
+        first = tiered.submit(cut, params(1), PrefillPhase(f"a{n}"))
+        begun = len(steps.token_ids)
+        second = tiered.submit(moved, params(2, ignore_eos=True), source.decode_phase(f"b{n}"))
+        await tiered.until(lambda steps=steps, end=begun + 2 + n % 3: len(steps.token_ids) >= end)
+        tiered.cancel(first)
+        assert (await tiered.collect(second)).error is None
+        await tiered.collect(filler)
+        for other in range(3):  # evict the cut prompt from the KV cache
+            await tiered.run(prompt(20 * BLOCK, 20000 + 10 * n + other), params(1))
+        found.append(await tiered.run(again, params(12, ignore_eos=True)))
+    assert [x.token_ids for x in found] == right
+    assert any(x.report is not None and x.report.cached_tokens for x in found)
 
 
 async def test_another_model_of_the_same_name_finds_nothing(

@@ -18,19 +18,19 @@ import aiohttp
 
 from pdserve.cli import main
 from pdserve.client import Client
-from pdserve.config import HealthConfig, KvConfig, RouterConfig, WorkerConfig
+from pdserve.config import HealthConfig, KvConfig, RouterConfig, TopologyConfig, WorkerConfig, parse
 from pdserve.net import rpc
 from pdserve.types import MediaItem, Role, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 from router.main import DEFAULT_LIMITS, RouterLimits, RouterServer
 from tests.support.timeouts import WAIT_S, wait_until
-from workers.drain import DrainTiming
+from workers.control.worker_drain import DrainTiming
 from workers.engine import AggregatedPhase, Work
-from workers.engines import make_engine
 from workers.fake.engine import FakeEngine
-from workers.fake.engine import Sequence as FakeSequence
+from workers.fake.sequence import Sequence as FakeSequence
 from workers.fake.settings import FakeFaults
+from workers.make_engine import make_engine
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ class Cluster:
         # Steps without any duration would starve everything else on this one event loop.
         self._engine_args = {"step_s": 0.001, **(engine_args or {})}
         self._router_values: dict[str, Any] = {
-            "http_port": 0,
-            "grpc_port": 0,
+            "http": {"port": 0},
+            "grpc": {"port": 0},
             "lease_s": LEASE_S,
             "stop_grace_s": 0.0,
             # The default policy learns, so placement would depend on earlier requests.
@@ -229,18 +229,21 @@ class Cluster:
         *,
         engine_args: dict[str, object] | None = None,
         revision: str = "",
+        region: str = "",
+        model_name: str = "",
     ) -> WorkerServer:
         """Start another worker; `until_ready` waits for it. `engine_args` override those of the
-        cluster."""
+        cluster. `model_name`: of another model than the cluster's."""
         config = WorkerConfig(
             worker_id=name,
             role=role,
             engine="fake",
             routers=(self.grpc, *self._other_routers),
-            kv=KvConfig(lease_s=LEASE_S),
+            kv=KvConfig(hold_s=LEASE_S),
             revision=revision,
+            model_names=(model_name,) if model_name else (),
             engine_args={**self._engine_args, **(engine_args or {})},
-            **self._worker_values,
+            **{"topology": TopologyConfig(region=region), **self._worker_values},
         )
         instance_id = f"{name}-instance-{len(self._engines)}"
         engine = make_engine(config, instance_id)
@@ -255,11 +258,11 @@ class Cluster:
 
     async def start_router(self) -> None:
         """Start the router. After a stop, it uses its former addresses."""
-        self.router = RouterServer(RouterConfig(**self._router_values), self._limits)
+        self.router = RouterServer(parse(RouterConfig, self._router_values), self._limits)
         addresses = await self.router.start()
         self.http, self.grpc = addresses.http, addresses.grpc
-        for key, address in (("http_port", self.http), ("grpc_port", self.grpc)):
-            self._router_values[key] = int(address.rpartition(":")[2])
+        for key, address in (("http", self.http), ("grpc", self.grpc)):
+            self._router_values[key] = {"port": int(address.rpartition(":")[2])}
 
     async def _stop_router(self) -> None:
         await self.router.stop()
@@ -366,8 +369,8 @@ async def replace_workers(cluster: Cluster, names: Sequence[str]) -> None:
     for name in names:
         assert await cluster.command("drain", name, "--timeout", "0.05", "--stop") == 0
         server = cluster.workers.pop(name)
-        assert server.told_to_stop.done()
-        await server.stop()  # what its process does when `told_to_stop` is done
+        assert server.readiness.stop_requested.done()
+        await server.stop()  # what its process does when `stop_requested` is done
         await cluster.add(name, Role(name.partition("-")[0]))
         await cluster.until_ready()
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.background import background
-from pdserve.config import RouterConfig
+from pdserve.config import StoreConfig
+from router.api.answer_sinks import AnsweredLine
 from router.api.batch.runner import BatchLimits, BatchRunner
-from router.api.handling import AnsweredLine
 from router.store.batches import OPEN
 from router.store.store import make_store
 from tests.support.timeouts import wait_until
@@ -33,7 +33,7 @@ async def answer(_path: str, data: bytes, _tenant: str, _timeout_s: float) -> An
 
 
 async def main(place: str, folder: str, dies_at: int, moment: str) -> None:
-    config = RouterConfig(store=place, store_files=folder)
+    config = StoreConfig(database=place, files=folder)
     # The name is the same after each start, so that it can resume its claims at once.
     store = make_store(config, Path(place), "router")
     call, numbers = store.database._call, count(1)

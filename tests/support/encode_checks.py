@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from kv_transfer.embeddings import EmbeddingSource
+from kv_transfer.image_features import ImageFeatureSource
 from kv_transfer.settings import ConnectorConfig
 from pdserve.types import FinishReason
 from tests.support.engine_pair import CHUNK, joined, params
@@ -46,7 +46,7 @@ class EncodeEngines:
     encode: EngineProcess
     of: KindEngines
     mark: str
-    source: EmbeddingSource
+    source: ImageFeatureSource
     fetched: int = 0
 
     @staticmethod
@@ -58,7 +58,7 @@ class EncodeEngines:
         try:
             assert encode.info.kv is not None
             row_bytes = encode.info.kv.embedding_bytes
-            source = EmbeddingSource("", encode.addresses[0], "encode", row_bytes)
+            source = ImageFeatureSource("", encode.addresses[0], "encode", row_bytes)
             async with kind_engines(model, kv=kv, **kind.engine_args) as of:
                 yield EncodeEngines(encode, of, kind.image_mark, source)
         finally:

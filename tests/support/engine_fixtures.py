@@ -39,7 +39,7 @@ async def aggregated(tiny_model: Path) -> AsyncIterator[EngineProcess]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def prefill(tiny_model: Path) -> AsyncIterator[EngineProcess]:
     """Start a prefill engine that can send over every transport."""
-    kv = ConnectorConfig(transports=("shm", "tcp"), lease_s=LEASE_S)
+    kv = ConnectorConfig(transports=("shm", "tcp"), hold_s=LEASE_S)
     engine = await EngineProcess.start(
         settings(tiny_model, kv=kv, instance_id="prefill-instance", max_num_batched_tokens=256)
     )

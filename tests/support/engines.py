@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pdserve.config import SessionLeaseConfig, TiersConfig
+from pdserve.config import SessionRetentionConfig, TiersConfig
 from pdserve.errors import PdserveError
 from pdserve.model import prefix_hash
 from pdserve.types import SamplingParams
@@ -20,7 +20,7 @@ from tests.support.engine_process import read_frame, write_frame
 from tests.support.processes import start_python
 from tests.support.timeouts import START_S, WAIT_S
 from workers.engine import AggregatedPhase, DecodePhase, Phase, Work
-from workers.vllm.settings import VllmSettings
+from workers.vllm.start.settings import VllmSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def settings(
     kv: ConnectorConfig | None = None,
     instance_id: str = "",
     tiers: TiersConfig | None = None,
-    session_lease: SessionLeaseConfig | None = None,
+    retention: SessionRetentionConfig | None = None,
     **engine_args: Any,
 ) -> VllmSettings:
     """Return settings of a test engine: a small KV cache, and float32, so that rounding does not
@@ -62,7 +62,7 @@ def settings(
         kv=kv,
         instance_id=instance_id,
         tiers=tiers or TiersConfig(),
-        session_lease=session_lease or SessionLeaseConfig(),
+        retention=retention or SessionRetentionConfig(),
         engine_args=args,
     )
 
@@ -212,6 +212,7 @@ class EngineProcess:
         adapter: str = "",
         media: Sequence[MediaItem] = (),
         next_turn_s: float | None = None,
+        no_tiers: bool = False,
     ) -> int:
         """Submit work and return its stream id."""
         stream_id = next(self._ids)
@@ -225,6 +226,7 @@ class EngineProcess:
             adapter=adapter,
             media=tuple(media),
             next_turn_s=next_turn_s,
+            no_tiers=no_tiers,
         )
         self._answers[stream_id] = EngineAnswer()
         write_frame(self._writer, ("submit", work))

@@ -54,6 +54,7 @@ class FakeComm:
     is_joined: bool = False
     is_gone: bool = False
     posted: int = 0
+    is_connected: bool = False  # both ends have posted; it stays true when the peer leaves
     moves: list[Move] = field(default_factory=list)  # unfinished ones
 
 
@@ -138,7 +139,7 @@ class FakeNccl(Nccl):
                 if other is None or not self.fabric.joins:
                     return Result.IN_PROGRESS
                 found.is_joined = other.is_joined = True
-            if found.posted == 1 and (other is None or not other.posted):
+            if found.posted and not found.is_connected:
                 return Result.IN_PROGRESS  # the first operation connects, which needs both ends
             return Result.SUCCESS
 
@@ -164,6 +165,8 @@ class FakeNccl(Nccl):
             # The receiver must post first, and the sender only after it.
             receiver = self.fabric.comms[comm.unique_id][1]
             comm.posted += 1
+            if (other := self.fabric.other(comm)) is not None and other.posted:
+                comm.is_connected = other.is_connected = True
             assert receiver.posted >= (comm.posted if self.fabric.is_strict else 1)
             for stream, move in moves:
                 comm.moves.append(move)

@@ -23,7 +23,7 @@ from pdserve.v1.worker_pb2_grpc import (
     add_RegistryServicer_to_server,
 )
 from tests.support.timeouts import WAIT_S
-from workers.drain import DrainTiming
+from workers.control.worker_drain import DrainTiming
 from workers.fake.engine import FakeEngine
 from workers.fake.settings import FakeSettings
 from workers.server import WorkerServer
@@ -37,7 +37,7 @@ MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtyp
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
 # Longer than any pause of the machine. A test of one of these has its own fake engine.
-PATIENT_KV = ConnectorConfig(lease_s=3600.0, receive_timeout_s=3600.0)
+PATIENT_KV = ConnectorConfig(hold_s=3600.0, receive_timeout_s=3600.0)
 PAIRING_S = 3600.0
 _DRAIN_TIMING = DrainTiming()
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,6 +50,7 @@ class FakeRegistry(RegistryServicer):
 
     lease_s: float = 30.0
     refusal: str = ""
+    status: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION
     refused: int = 0
     forget: bool = False
     failure: bool = False
@@ -69,7 +70,7 @@ class FakeRegistry(RegistryServicer):
         if self.refusal:
             self.refused += 1
             self.changed.set()
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
+            await context.abort(self.status, self.refusal)
         self.registered.append(request.worker)
         self.forget = False
         self.changed.set()

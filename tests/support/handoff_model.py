@@ -4,7 +4,7 @@ of the hand-off (Handoff, RetryPolicy, Producer, Consumer), and an explorer of a
 The world simulates the engines, the connections and the threads of the KV link. An action is one
 possible next step of one party. A fault is also an action; each world has a budget of faults.
 Messages of one connection keep their order; nothing else is ordered. Time stands still, except
-during the fault `pause`, and at the end, when all timeouts and leases expire.
+during the fault `pause`, and at the end, when all timeouts and holds expire.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kv_transfer.protocol.plan import CopyPlan, Shard
 from kv_transfer.protocol.producer import DigestBlocks, Producer, Release, SendChunk
 from pdserve.errors import WorkerFailed
 from pdserve.types import ErrorInfo, FinishReason, StreamDelta
-from router.request.handoff import (
+from router.attempt.handoff import (
     Exported,
     Failed,
     Finished,
@@ -41,7 +41,7 @@ from router.request.handoff import (
     Side,
     SubmitDecode,
 )
-from router.request.retry import RetryPolicy, RetryStep
+from router.attempt.recovery import RetryPolicy, RetryStep
 
 BLOCK, MAX_TOKENS = 4, 3
 SIDES = {"p": Side.PREFILL, "d": Side.DECODE}
@@ -183,7 +183,7 @@ class HandoffWorld:
         self.begin(self.routers[0])
 
     def new_producer(self) -> Producer[Wire]:
-        return Producer(plan=PLAN, chunk_blocks={0: 1}, lease_s=LEASE_S, heartbeat_s=5.0)
+        return Producer(plan=PLAN, chunk_blocks={0: 1}, hold_s=LEASE_S, heartbeat_s=5.0)
 
     # -- routers
 
@@ -589,7 +589,7 @@ class HandoffWorld:
         """Clear reasons and totals, which influence no decision, so that more states are equal."""
         tombstones = self.producer._tombstones
         tombstones.update(dict.fromkeys(tombstones, "ended"))
-        self.producer.expired_leases = self.producer.refused_subscriptions = 0
+        self.producer.expired_holds = self.producer.refused_subscriptions = 0
         self.consumer.timeouts = self.consumer.digest_mismatches = 0
         for transfer in self.consumer._transfers.values():
             if transfer.failure is not None:
@@ -619,7 +619,7 @@ class HandoffWorld:
         return None
 
     def settle(self) -> None:
-        """Run until everything has ended, including timeouts and leases. Assert that nothing is
+        """Run until everything has ended, including timeouts and holds. Assert that nothing is
         left."""
         for _ in range(6):
             while actions := self.enabled():

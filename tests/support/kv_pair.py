@@ -18,6 +18,7 @@ from kv_transfer.protocol.peers import MAX_LINKS, MAX_UNFINISHED, Peers
 from kv_transfer.protocol.plan import CopyPlan, Shard
 from kv_transfer.settings import ConnectorConfig
 from kv_transfer.transport.mapped import MappedTransport
+from kv_transfer.transport.nixl import NixlTransport
 from kv_transfer.transport.tcp import TcpTransport
 from kv_transfer.vllm.step import (
     Arrival,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kv_transfer.cache.geometry import KvGeometry
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.transport import Transport
+    from tests.support.pki import Ca
 
 BLOCK_SIZE = 4
 FROM = [5, 6, 2, 20]
@@ -47,10 +49,11 @@ TOKENS = (7, 8)  # sampled by the producer
 TRANSPORTS: dict[str, Callable[[ConnectorConfig], Transport]] = {
     "shm": MappedTransport,
     "tcp": lambda settings: TcpTransport(),
+    "nixl": NixlTransport,
 }
 # Timeouts so long that no test reaches them. A test of a timeout overrides it.
 PATIENT = {
-    "lease_s": 3600.0,
+    "hold_s": 3600.0,
     "receive_timeout_s": 3600.0,
     "handshake_timeout_s": WAIT_S,
     "send_timeout_s": WAIT_S,
@@ -69,6 +72,12 @@ def until(condition: Callable[[], object], *workers: KvWorker) -> None:
             return
         assert time.monotonic() < end, [worker.look() for worker in workers]
         pause.wait(0.002)
+
+
+def tls_files(ca: Ca, role: str = "worker") -> dict[str, str]:
+    """Return the settings of a worker with a new certificate."""
+    files = ca.issue(role, role=role)
+    return {"tls_cert_file": files.cert, "tls_key_file": files.key, "tls_ca_file": ca.path}
 
 
 def own_threads() -> list[threading.Thread]:
@@ -209,10 +218,12 @@ class KvWorker:
 
 
 class KvWorkers:
-    """A factory of workers of one transport, which closes them at the end."""
+    """A factory of workers of one transport, which closes them at the end. `settings`: fields of
+    ConnectorConfig that they have by default."""
 
-    def __init__(self, transport: Callable[[ConnectorConfig], Transport]) -> None:
+    def __init__(self, transport: Callable[[ConnectorConfig], Transport], **settings: Any) -> None:
         self._transport = transport
+        self._settings = {**PATIENT, **settings}
         self._names = itertools.count(1)
         self.workers: list[KvWorker] = []
 
@@ -223,7 +234,7 @@ class KvWorkers:
             for key in list(parts)
             if key in ConnectorConfig.__struct_fields__ and key != "transports"
         }
-        made = ConnectorConfig(**{**PATIENT, **settings})
+        made = ConnectorConfig(**{**self._settings, **settings})
         parts.setdefault("transports", [self._transport(made)])
         parts.setdefault("instance_id", f"instance-{next(self._names)}")
         worker = KvWorker(settings=made, **parts)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.settings import ConnectorConfig
+from pdserve.config import DataParallelConfig
 from pdserve.deploy.local.groups import free_ports
 from pdserve.errors import TransferFailed
 from pdserve.types import FinishReason
@@ -18,7 +19,6 @@ from tests.support.engine_pair import CHUNK, EnginePair, params, prompt
 from tests.support.engines import EngineProcess, settings
 from tests.support.model_kinds import CONTEXT, WINDOW
 from tests.support.timeouts import WAIT_S
-from workers.vllm.settings import DataParallel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -97,7 +97,7 @@ async def kind_engines(
         own |= {key: {"enable_expert_parallel": True} for key in ("decode", "other rank")}
         port = free_ports("127.0.0.1")
         for rank, name in enumerate(("other rank", "decode")):
-            groups[name] = DataParallel(2, rank, port, WAIT_S)
+            groups[name] = DataParallelConfig(size=2, rank=rank, port=port, group="g")
     each_settings = {
         name: settings(
             model,
@@ -110,7 +110,8 @@ async def kind_engines(
     }
     starts = [
         EngineProcess.start(
-            replace(each, group=groups.get(name, DataParallel())), env=envs.get(name)
+            replace(each, data_parallel=groups.get(name, DataParallelConfig()), leave_s=WAIT_S),
+            env=envs.get(name),
         )
         for name, each in each_settings.items()
     ]

@@ -176,7 +176,6 @@ KINDS = {
             "position_embedding_type": "rope",
         },
         limits="no prefix caching",
-        engine_args={"enable_prefix_caching": False},
     ),
     "Qwen3-Next": Kind(
         "Qwen3NextConfig",
@@ -237,7 +236,6 @@ KINDS = {
             "mamba_expand": 2,
         },
         limits="no prefix caching",
-        engine_args={"enable_prefix_caching": False},
     ),
     "Nemotron-H": Kind(
         "NemotronHConfig",
@@ -252,7 +250,6 @@ KINDS = {
         },
         scale=2.5,
         limits="no prefix caching",
-        engine_args={"enable_prefix_caching": False},
     ),
     "Qwen2.5-VL": Kind(
         "Qwen2_5_VLConfig",

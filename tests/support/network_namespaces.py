@@ -23,6 +23,7 @@ import struct
 import subprocess
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +72,12 @@ def missing_requirement() -> str:
 
 class Network:
     """`count` hosts, numbered from 0. A context manager; processes on the hosts must end before its
-    exit."""
+    exit. `sent` has the bytes that each host has sent to each other one."""
 
     def __init__(self, count: int) -> None:
         self.hosts = range(count)
         self._links = dict.fromkeys(itertools.permutations(self.hosts, 2), GOOD)
+        self.sent = Counter[tuple[int, int]]()
         self._free_at = dict.fromkeys(self._links, 0.0)  # when a link with a limit is free again
         self._chance = random.Random(1)
         self._namespaces: list[int] = []
@@ -189,6 +191,9 @@ class Network:
                     return
                 for frame in _frames(fd):
                     to = frame[5]  # the last byte of the MAC address
+                    # The kernel's own multicast, such as of IPv6, is for nobody.
+                    if not frame[0] & 1:
+                        self.sent[hosts[fd], to] += len(frame)
                     due = self._due((hosts[fd], to), len(frame))
                     if due is not None:
                         heapq.heappush(waiting, (due, next(serial), to, frame))

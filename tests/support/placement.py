@@ -49,7 +49,7 @@ def worker(
 
 
 def seen(members: Sequence[Member]) -> list[Candidate]:
-    return [member.seen() for member in members]
+    return [member.snapshot() for member in members]
 
 
 class FixedLookups:

@@ -31,7 +31,7 @@ _LOG = Path("/dev/stderr")
 @functools.cache
 def _vllm_server() -> ForkServer:
     """Start a process that has imported vLLM, as `pdserve up` does."""
-    server = ForkServer("workers.vllm.preload:preload")
+    server = ForkServer("tests.support.vllm_imported:preload")
     atexit.register(server.close)
     return server
 
@@ -87,7 +87,7 @@ class RouterProcess(RunningProcess):
 async def router_process(**options: object) -> AsyncIterator[RouterProcess]:
     """Run `pdserve router` with the configuration `options`. End it at the exit if it still
     runs."""
-    settings = {"http_port": 0, "grpc_port": 0, "stop_grace_s": 0, "lease_s": 60, **options}
+    settings = {"http.port": 0, "grpc.port": 0, "stop_grace_s": 0, "lease_s": 60, **options}
     settings["health.stall_s"] = 60  # a test may freeze a worker without a failure
     async with _process("router", settings) as running:
         ready = await running.report("ready")

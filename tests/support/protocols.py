@@ -14,7 +14,14 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorS
 from kv_transfer.protocol.messages import PROTOCOL_VERSION, KvMessage
 from kv_transfer.transport.nccl import messages as nccl_messages
 from pdserve import __version__
-from pdserve.v1 import admin_pb2, common_pb2, generation_pb2, parser_pb2, worker_pb2
+from pdserve.v1 import (
+    admin_pb2,
+    common_pb2,
+    generation_pb2,
+    parser_pb2,
+    peer_pb2,
+    worker_pb2,
+)
 from tests.support.commands import ROOT
 
 if TYPE_CHECKING:
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto
 
 DATA = ROOT / "tests/data"
-_FILES = (common_pb2, admin_pb2, generation_pb2, parser_pb2, worker_pb2)
+_FILES = (common_pb2, admin_pb2, generation_pb2, parser_pb2, peer_pb2, worker_pb2)
 _TRANSPORTS = (nccl_messages,)  # those that define messages of their own
 
 

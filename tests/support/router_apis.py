@@ -5,26 +5,45 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+from pdserve.config import ParsersConfig, SloConfig
 from pdserve.errors import Cancelled, PdserveError
 from pdserve.types import Adapter, FinishReason, MediaItem, ModelInfo, Receipt, Usage
+from pdserve.v1 import generation_pb2 as g
 from pdserve.v1 import worker_pb2 as w
-from router.operations.rendering import Rendered
-from router.request.answer import AnswerDelta
+from router.admission import Door, Tenants
+from router.attempt.answer import AnswerDelta
+from router.dialects.generation_rpc import GenerateMessage
+from router.fleet.served_models import ModelFinder
+from router.guardrails.guard import NO_GUARDS
+from router.intake.answer_parsers import AnswerParsers
+from router.intake.body_processes import BodyProcesses
+from router.intake.intake import NO_VIRTUAL_MODELS, Intake, Origin, ReadRequest
+from router.intake.render_images import Rendered
+from router.intake.tokenizers import Tokenizers
+from router.metrics import RouterMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     import aiohttp
 
     from pdserve.client import Client
-    from pdserve.types import GenerateRequest
+    from pdserve.config import VirtualModelConfig
+    from pdserve.model.tokenizer import Tokenizer
+    from pdserve.types import GenerateRequest, Regions
     from router.api.open_requests import OpenRequests
-    from router.operations.rendering import ImagePrompt
-    from router.request.answer import Out
+    from router.attempt.answer import Out
+    from router.dialects.parsed_request import ParsedRequest
+    from router.guardrails.guard import Guards
+    from router.intake.image_prompts import ImagePrompt
+    from router.steps.ledger import Owner
+    from router.steps.log import RequestLog
+    from router.store.responses import ResponseStore
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -67,6 +86,62 @@ async def no_images(*_: object) -> Rendered:
     raise AssertionError("the test has no images")
 
 
+def make_intake(
+    models: Callable[[], Mapping[str, ModelInfo]],
+    load: Callable[[ModelInfo], Coroutine[Any, Any, Tokenizer]],
+    adapters: Callable[[], Mapping[str, Adapter]] = dict,
+    *,
+    parsers: ParsersConfig | None = None,
+    processes: BodyProcesses | None = None,
+    door: Door | None = None,
+    render: Callable[
+        [ImagePrompt, ModelInfo, float, Regions, Owner], Awaitable[Rendered]
+    ] = no_images,
+    responses: ResponseStore | None = None,
+    guards: Guards = NO_GUARDS,
+    virtual_models: Mapping[str, VirtualModelConfig] = NO_VIRTUAL_MODELS,
+    timeout_s: float = TIMEOUT_S,
+) -> Intake:
+    """Return an intake as a router has it."""
+    tokenizers, metrics = Tokenizers(models, load), RouterMetrics(SloConfig())
+    return Intake(
+        door or Door(Tenants(), lambda: 0.0, metrics.refused),
+        ModelFinder(models, adapters),
+        tokenizers,
+        processes or BodyProcesses(metrics),
+        AnswerParsers(tokenizers, parsers or ParsersConfig()),
+        render=render,
+        responses=responses,
+        guards=guards,
+        virtual_models=virtual_models,
+        timeout_s=timeout_s,
+    )
+
+
+class ParsedBody(GenerateMessage):
+    """A body that parses to one request."""
+
+    def __init__(self, parsed: ParsedRequest) -> None:
+        super().__init__(g.GenerateRequest())
+        self._parsed = parsed
+
+    def parse(self) -> list[ParsedRequest]:
+        return [self._parsed]
+
+
+async def prepare(
+    intake: Intake, parsed: ParsedRequest, data: bytes = b"", traceparent: str = ""
+) -> GenerateRequest:
+    """Take in a parsed request whose body was `data`."""
+    body: Any = ParsedBody(parsed)
+    model = await intake.find_model(parsed.model)
+    done = await intake.tokenise(type(body), data, body, model, "")
+    began = asyncio.get_running_loop().time()
+    read: ReadRequest[Any] = ReadRequest(body, done.parsed, done.prompts, nullcontext(), began)
+    (made,) = await intake.prepare(read, Origin("r", "", traceparent=traceparent))
+    return made
+
+
 @dataclass
 class FakeRenderer:
     """Renders each prompt to IMAGE_TOKENS and an item for each image. `prompts`: what was asked."""
@@ -74,7 +149,9 @@ class FakeRenderer:
     prompts: list[w.RenderRequest] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
 
-    async def __call__(self, prompt: ImagePrompt, model: ModelInfo, until: float) -> Rendered:
+    async def __call__(
+        self, prompt: ImagePrompt, model: ModelInfo, until: float, regions: Regions, owner: Owner
+    ) -> Rendered:
         request = w.RenderRequest.FromString(prompt.request)
         self.prompts.append(request)
         self.urls += prompt.urls.values()
@@ -161,6 +238,8 @@ class RouterApis:
     grpc_address: str
     generator: ScriptedGenerator
     open_requests: OpenRequests
+    metrics: RouterMetrics
+    log: RequestLog
     session: aiohttp.ClientSession
     client: Client
 

@@ -13,8 +13,16 @@ from msgspec import structs
 
 from pdserve import wire
 from pdserve.background import background
-from pdserve.config import HealthConfig, SloConfig
+from pdserve.config import (
+    HealthConfig,
+    ImagesConfig,
+    QueueConfig,
+    RetryConfig,
+    RouterConfig,
+    SloConfig,
+)
 from pdserve.errors import InvalidRequest
+from pdserve.model.pixels import Pixels
 from pdserve.net import deadline, framing, rpc
 from pdserve.types import (
     EngineLimits,
@@ -31,45 +39,41 @@ from pdserve.types import (
 )
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from router.admission import AdmissionController, AdmissionLimits
-from router.admission.memory import MediaMemory
-from router.fleet.accounting import Accounting
+from router.attempt.answer import AnswerDelta
+from router.attempt.suspects import Suspicion
+from router.fleet.billing import Billing
 from router.fleet.checks import run_checks
-from router.fleet.connection import ConnectionLimits
-from router.fleet.connections import Connections
+from router.fleet.link_pool import LinkPool
+from router.fleet.open import OpenedFleet
 from router.fleet.registry import Fleet
+from router.fleet.worker_link import LinkLimits
 from router.metrics import RouterMetrics
-from router.placement.cost import CostModel
 from router.placement.policies import least_loaded
-from router.placement.revisions import RevisionShares
-from router.request.placer import Placer
-from router.request.pooling import Embedder
-from router.request.prefix_fetch import PrefixFetcher
-from router.request.request import RequestServer
-from router.request.retry import RetryBudget
-from router.request.services import Services
-from router.request.sessions import Sessions
-from router.request.suspects import Suspects
+from router.request_path import NOT_PARSED, PathLimits, build_request_path
+from router.steps.parse import ParseStep
+from router.walk import Answered, RequestRecord, Walk
 from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
     import grpc.aio
 
+    from pdserve.config import TenantConfig
     from pdserve.errors import PdserveError
     from pdserve.types import TransferReport
-    from router.admission import Tenants
+    from router.attempt.answer import Out
     from router.fleet.member import Member
-    from router.placement.decisions import DecisionLog
-    from router.request.answer import AnswerDelta
+    from router.request_path import RequestPath
+    from router.steps.parser_process import ParserProcess
+    from router.walk import RequestStep
 
 # A connection waits long for its worker, and reconnects quickly.
-FAST_RECONNECTS = ConnectionLimits(WAIT_S, reconnect_min_s=0.005, reconnect_max_s=0.02)
+FAST_RECONNECTS = LinkLimits(WAIT_S, reconnect_min_s=0.005, reconnect_max_s=0.02)
 PROMPT = tuple(range(1, 41))
 MODEL = ModelInfo("demo", "/models/demo", max_model_len=4096, vocab_size=512, dtype="float32")
 
-MEDIA_BYTES = 1 << 20  # of the images of open requests
+MEDIA_MIB = 1  # of the images of open requests
 
 
 def worker_info(
@@ -110,6 +114,9 @@ def request(**changes: Any) -> GenerateRequest:
         "sampling": SamplingParams(max_tokens=8),
         "deadline": deadline.after(600.0),
     }
+    if media := changes.get("media"):
+        values["pixels"] = Pixels(media)
+        changes["media"] = tuple([x.without_data() for x in media])
     return GenerateRequest(**(values | changes))
 
 
@@ -336,32 +343,41 @@ class AnswerReader:
         )
 
 
+async def serve_parsed(
+    process: ParserProcess,
+    request: GenerateRequest,
+    out: Out,
+    serve: Callable[[GenerateRequest, Out], Awaitable[None]],
+) -> None:
+    """Answer a request by `serve` behind the step that parses answers."""
+
+    async def proceed(walk: Walk) -> Answered:
+        await serve(walk.request, walk.out)
+        return Answered((), AnswerDelta())
+
+    record = RequestRecord(
+        request_id=request.request_id,
+        model=request.model,
+        tenant="",
+        session="",
+        service_class=request.service_class,
+        prompt_tokens=1,
+        arrived=0.0,
+    )
+    await ParseStep(process)(Walk(request, out, record, Suspicion()), proceed)
+
+
 class RouterStack:
     """A fleet and the request path over scripted workers."""
 
-    def __init__(
-        self, services: Services, connections: Connections, requests: RequestServer
-    ) -> None:
-        fleet, metrics = services.fleet, services.metrics
-        self._services = services
-        self.fleet = fleet
-        self.connections = connections
+    def __init__(self, requests: RequestPath, link_pool: LinkPool, metrics: RouterMetrics) -> None:
+        self.fleet = requests.workers.fleet
+        self.link_pool = link_pool
         self.requests = requests
         self.metrics = metrics
 
     def ask(self, request: GenerateRequest) -> AnswerReader:
-        return AnswerReader(lambda out: self.requests.serve(request, out))
-
-    def embedder(self) -> Embedder:
-        x = self._services
-        return Embedder(
-            x.fleet,
-            links=x.links,
-            admission=x.admission,
-            metrics=x.metrics,
-            accounting=x.accounting,
-            suspects=x.suspects,
-        )
+        return AnswerReader(lambda out: self.requests.server.serve(request, out))
 
     def member(self, worker: ScriptedWorker) -> Member:
         return self.fleet.members[worker.info.worker_id]
@@ -380,9 +396,9 @@ class RouterStack:
 
     def assert_no_leaks(self) -> None:
         """Assert that nothing is open, outstanding, reserved, running or queued."""
-        assert self.requests.open_requests == 0
+        assert not self.requests.log.open
         assert (self.requests.admission.running, self.requests.admission.queued) == (0, 0)
-        assert not any(link.open_streams for link in self.connections.links.values())
+        assert not any(link.open_streams for link in self.link_pool.links.values())
         for member in self.fleet.members.values():
             assert member.placed.outstanding_requests == 0, member
             assert member.placed.outstanding_tokens == 0, member
@@ -399,16 +415,19 @@ class Clock:
         return self.now
 
 
+IMPATIENT, RETRY = QueueConfig(timeout_s=0.1), RetryConfig()
+
+
 @asynccontextmanager
 async def running_stack(
     *workers: ScriptedWorker,
     health: HealthConfig | None = None,
-    retry_tokens_per_s: float = 20000.0,
-    limits: AdmissionLimits | None = None,
-    tenants: Tenants | None = None,
-    queue_timeout_s: float = 0.1,
+    retry: RetryConfig = RETRY,
+    tenants: Sequence[TenantConfig] = (),
+    queue: QueueConfig = IMPATIENT,
     prefill_chunks_ahead: int = 0,
-    decisions: DecisionLog | None = None,
+    decisions_kept: int = 0,
+    parse: RequestStep = NOT_PARSED,
 ) -> AsyncIterator[RouterStack]:
     """Run a stack and assert at the end that nothing leaked. By default the fleet detects no
     stalls."""
@@ -417,36 +436,33 @@ async def running_stack(
             await exits.enter_async_context(worker.serving())
         # No test outlives this lease, unless it sets the clock.
         fleet = Fleet(lease_s=3600.0, health=health or HealthConfig(stall_s=0.0))
-        connections = Connections(fleet, router_id="router-1", limits=FAST_RECONNECTS)
-        await exits.enter_async_context(connections)
+        link_pool = LinkPool(fleet, router_id="router-1", limits=FAST_RECONNECTS)
+        await exits.enter_async_context(link_pool)
         metrics = RouterMetrics(SloConfig())
-        accounting = Accounting({}, metrics.count)
-        checks = partial(run_checks, fleet, connections, accounting)
+        billing = Billing({}, metrics.count)
+        checks = partial(run_checks, fleet, link_pool, billing)
         await exits.enter_async_context(background("checks", checks))
-        admission = AdmissionController(
-            limits or AdmissionLimits(queue_timeout_s=queue_timeout_s), tenants=tenants
+        config = RouterConfig(
+            queue=queue,
+            retry=retry,
+            tenants=list(tenants),
+            images=ImagesConfig(memory_mib=MEDIA_MIB, disk_mib=0),
         )
-        costs = CostModel(fleet, SloConfig(), fleet.now)
-        services = Services(
-            fleet,
-            connections.links,
-            admission,
-            Placer(fleet, least_loaded, log=decisions, prefill_chunks_ahead=prefill_chunks_ahead),
-            costs,
+        path = build_request_path(
+            config,
+            OpenedFleet(fleet, link_pool, billing),
             metrics,
-            accounting,
-            RetryBudget(retry_tokens_per_s),
-            Suspects(fleet, connections.links, max_deaths=2),
-            Sessions(fleet.now, idle_s=600.0),
-            MediaMemory(MEDIA_BYTES),
             {},
-            PrefixFetcher(fleet, connections.links, costs, metrics),
-            queue_timeout_s,
+            parse=parse,
+            limits=PathLimits(
+                prefill_chunks_ahead=prefill_chunks_ahead,
+                policy=least_loaded,
+                decisions_kept=decisions_kept,
+            ),
         )
-        requests = RequestServer(services)
-        await exits.enter_async_context(background("admit", requests.admit_queued))
-        metrics.watch(fleet, admission, None, RevisionShares(), tuple, tuple)
-        stack = RouterStack(services, connections, requests)
+        await exits.enter_async_context(background("admit", path.admit_queued))
+        metrics.watch(fleet, path.admission, None, path.shares, tuple, tuple)
+        stack = RouterStack(path, link_pool, metrics)
         await stack.join(*workers)
         yield stack
         stack.assert_no_leaks()

@@ -125,7 +125,7 @@ async def take(ready: dict[str, Any], admin_key: str, keys: dict[str, str]) -> N
             await asyncio.sleep(3.0)
             await save(page, view)
 
-        for view in ("requests", "flow", "goodput", "verdict"):
+        for view in ("overview", "requests", "flow", "goodput", "verdict"):
             await show(view)
         await page.emulate_media(color_scheme="dark")
         await show("workers")

@@ -32,7 +32,7 @@ def served_demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedUp]:
     # With one worker of each role every policy places alike; this one asks what is cached.
     policy = ("--set", "router.policy=prefix_aware", "--set", "router.prices.cpu=3600")
     flags = ["--host", "127.0.0.1", "--port", "0", "--max-num-seqs", "32"]
-    flags += ["--decode.max-num-seqs=48"]
+    flags += ["--decode.max-num-seqs=48", "--pooling", "1"]
     names = ("--served-model-name", MODEL, ALIAS)
     directory = tmp_path_factory.mktemp("up")
     up = UpProcess(directory, "demo", *flags, *names, *policy, command="serve")

@@ -68,6 +68,7 @@ class VllmCluster:
         adapter_directories: str = "[]",
         engine_args: str = "",
         tiers: str = "{}",
+        weights_directories: str = "[]",
     ) -> None:
         """Start a worker; `until_ready` waits for it. All arguments but the name are YAML."""
         options = {
@@ -79,6 +80,7 @@ class VllmCluster:
             "worker.adapters": adapters,
             "worker.adapter_directories": adapter_directories,
             "worker.kv.tiers": tiers,
+            "worker.weights_directories": weights_directories,
             "worker.engine_args": (
                 "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256"
                 f"{engine_args}}}"

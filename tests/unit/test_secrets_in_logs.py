@@ -14,6 +14,8 @@ import pytest
 from pdserve.client import Client
 from pdserve.config import (
     AccessConfig,
+    GrpcConfig,
+    HttpConfig,
     RouterAccessConfig,
     RouterConfig,
     TenantConfig,
@@ -24,8 +26,8 @@ from pdserve.security.keys import hash_key
 from pdserve.types import Role, SamplingParams
 from router.main import RouterServer
 from tests.support.timeouts import WAIT_S, wait_until
-from workers.engines import make_engine
 from workers.fake.engine import FakeEngine
+from workers.make_engine import make_engine
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:
@@ -105,8 +107,8 @@ async def test_no_log_contains_a_secret_a_prompt_or_an_answer(tmp_path: Path) ->
     }
     router = RouterServer(
         RouterConfig(
-            http_port=0,
-            grpc_port=0,
+            http=HttpConfig(port=0),
+            grpc=GrpcConfig(port=0),
             stop_grace_s=0.0,
             tenants=(TenantConfig(name="t", keys=(hash_key(API_KEY),)),),
             access=RouterAccessConfig(**access),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-# For all ranks that are ready at the same moment to join a round.
+# Lets all ranks that are ready at the same moment join a round.
 _JOIN_S = 1e-6
 
 
 class FakeLockstep:
-    """The ranks of one group make their steps together, each as long as the longest. A rank without
-    work makes none. State: the round that ranks join, or that runs."""
+    """Steps the ranks of one group together, each step as long as the longest. A rank without work
+    does not step. State: the round that ranks join, or that runs."""
 
     def __init__(self) -> None:
         self._round: asyncio.Task[float] | None = None
@@ -18,7 +18,8 @@ class FakeLockstep:
         self._longest_s = 0.0
 
     async def between_rounds(self) -> None:
-        """Wait for the end of a round that runs: what comes during it is computed in the next."""
+        """Wait for the end of a running round. Requests that arrive during it are computed in the
+        next one."""
         while self._round is not None and self._is_running:
             await asyncio.shield(self._round)
 

@@ -2,7 +2,7 @@
 
 The "KV" of a sequence is a digest of its tokens. The next token depends on the digest and the seed
 alone, so a decode worker that received no KV, or the KV of another prompt, generates different
-tokens from its first one on.
+tokens from the first on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def extend(kv: bytes, token_ids: Iterable[int]) -> bytes:
 
 
 def next_token(kv: bytes, seed: int | None, vocab_size: int, forbidden: Collection[int]) -> int:
-    """Return the token after `kv`. `forbidden` tokens are avoided as long as others are found."""
+    """Return the token after `kv`. Avoid `forbidden` tokens if possible."""
     token = FIRST_WORD
     for attempt in range(_ATTEMPTS):
         number = int.from_bytes(_digest(kv + f"{seed}/{attempt}".encode()), "little")
@@ -87,8 +87,8 @@ def prompt_logprobs_of(token_ids: Sequence[int], alternatives: int) -> tuple[Pos
 
 
 class Text:
-    """Incremental text of one sequence, as vLLM makes it: stop strings, and text held back while a
-    stop string may be forming. State: all text, and how much of it was reported."""
+    """Incremental text of one sequence, as in vLLM: stop strings, and text held back while a stop
+    string may be forming. State: all text, and how much of it was reported."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling

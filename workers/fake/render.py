@@ -1,4 +1,4 @@
-"""How the fake engine renders prompts with images: deterministic tokens. No image is decoded."""
+"""Renders prompts with images for the fake engine, as deterministic tokens. No image is decoded."""
 
 from __future__ import annotations
 

@@ -27,10 +27,11 @@ class FakeFaults(Struct, frozen=True, forbid_unknown_fields=True):
     cannot_compute: bool = (
         False  # the engine fails when it computes for the first time, at its start
     )
-    stalled: bool = False  # the engine accepts requests and makes no step
-    stall_at_step: Step = 0  # it makes neither this step nor later ones; from 1, 0 for never
+    stalled: bool = False  # the engine accepts requests and runs no step
+    stall_at_step: Step = 0  # first step that does not run; from 1, 0 for never
     kill_on_token: Step = 0  # a step with it in a prompt kills the process; 0 for never
     crash_at_step: Step = 0  # the engine dies at this step; from 1, 0 for never
+    fail_weights: bool = False  # new weights cannot be loaded
 
     def stalls(self, step: int) -> bool:
         return self.stalled or 0 < self.stall_at_step <= step
@@ -44,8 +45,8 @@ class FakeSettings(FakeFaults, frozen=True, kw_only=True):
     """Settings, and the faults from the start on.
 
     A step takes `step_s`, `prefill_s` for each prompt token in it, and `decode_s` for each request
-    that decodes in it. With `clock_text`, tokens read as the time at which their step ended
-    (CLOCK_MONOTONIC, s), so that a reader can tell their age. KV from producers whose instance ids
+    that decodes in it. With `clock_text`, the text of a token is the time at which its step ended
+    (CLOCK_MONOTONIC, s), from which a reader computes its age. KV from producers whose instance ids
     match the pattern `far_producers` takes `far_transfer_s` longer. With `prefix_cache`, the blocks
     of prompts are cached. Prompts may have `max_images`. A consumer waits `pairing_s` for the end
     of a prefill. Without `listens`, only engines in this process can fetch KV.

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.process.gpus import open_nvml, visible
-from workers.metering.accounting import EnergyMeter
+from workers.metering.worker_account import EnergyMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from workers.metering.accounting import WorkerAccount
+    from workers.metering.worker_account import WorkerAccount
 
     Counter = Callable[[], float]  # joules since any start; raises Unmeasured
 

@@ -59,8 +59,8 @@ class Gpus(Collector):
     ) -> None:
         """Call `report` with a GPU's fault, and with "" when the fault is gone, until cancelled.
 
-        Watches the first `gpus` GPUs visible to this process, which are those of its engine.
-        Returns at once if there are none.
+        Watches the first `gpus` GPUs visible to this process, which its engine uses. Returns at
+        once if there are none.
         """
         reported = ""
         with open_nvml() as nvml:
@@ -177,8 +177,8 @@ def _read(nvml: Any, index: int, handle: Any, xid: int) -> w.GpuHealth:
 
 
 def _fault(gpu: w.GpuHealth, *, lost: bool, remapping_failed: bool) -> str:
-    """Return the fault of a GPU, or "". Contained memory errors are no fault: they ended the work
-    that used the memory, and the GPU does not use that memory again."""
+    """Return the fault of a GPU, or "". Contained memory errors are not a fault, because they ended
+    the work that used the memory, and the GPU does not use that memory again."""
     if lost:
         return f"GPU {gpu.index} is lost: it does not answer"
     if gpu.xid in _FATAL_XIDS:

@@ -12,18 +12,20 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_transfer.protocol.snapshot import KvState
 from pdserve.errors import InternalError, PdserveError, Unavailable, WorkerFailed
+from pdserve.model.weights_files import check_same_shapes, read_checkpoint
 from pdserve.types import KvLedger
 from workers.engine import StepResult, StepResults, check_render, ended_by, ignore_progress
-from workers.metering.accounting import BusyTime
-from workers.vllm import progress
-from workers.vllm.grammar_guard import GrammarGuard
-from workers.vllm.render_pool import RenderPool
-from workers.vllm.settings import apply_environment
-from workers.vllm.sleep import StepSleep
+from workers.metering.worker_account import BusyTime
+from workers.vllm.grammar.guard import GrammarGuard
+from workers.vllm.images.render_pool import RenderPool
+from workers.vllm.start import progress
+from workers.vllm.start.settings import apply_environment
+from workers.vllm.step.sleep import StepSleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,18 +35,20 @@ if TYPE_CHECKING:
     from pdserve.v1 import worker_pb2 as w
     from workers.engine import EngineInfo, Work
     from workers.vllm.core import KvLook, VllmCore
-    from workers.vllm.settings import VllmSettings
+    from workers.vllm.start.settings import VllmSettings
 
     # Run by the step thread; returns last deltas of streams that it ended.
     _Action = Callable[[VllmCore], Sequence[StreamDelta] | None]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.001
-# How often leases are checked while only transfers are pending and progress wakes the thread.
+# How often holds are checked while only transfers are pending and progress wakes the thread.
 _TRANSFER_TICK_S = 0.05
 _CLOSE_TIMEOUT_S = 60.0
-# For an adapter to be read from a slow disk.
+# Allows for reading an adapter from a slow disk.
 _ADAPTER_TIMEOUT_S = 120.0
+# Allows for reading hundreds of gigabytes.
+_WEIGHTS_TIMEOUT_S = 1800.0
 
 
 class VllmEngine:
@@ -54,7 +58,7 @@ class VllmEngine:
     def __init__(
         self, settings: VllmSettings, on_progress: Callable[[str], None] = ignore_progress
     ) -> None:
-        """`on_progress` is called with what the start does, on the threads that do it."""
+        """`on_progress` is called with each phase of the start, on the thread that runs it."""
         self.busy = BusyTime()
         self.results = StepResults()
         self._settings, self._on_progress = settings, on_progress
@@ -127,26 +131,34 @@ class VllmEngine:
             self._guarded.pop(work.stream_id, None)
 
     def _add(self, work: Work, submitted: float) -> None:
-        if not self._put(lambda core: core.add(work, submitted), work.stream_id):
+        if not self._put(lambda core: core.streams.add(work, submitted), work.stream_id):
             assert self._end is not None
             self.results.put(StepResult([ended_by(work.stream_id, self._end)]))
 
     def cancel(self, stream_id: int) -> None:
         if (task := self._guarded.pop(stream_id, None)) is not None:
             task.cancel()
-        self._put(lambda core: core.cancel(stream_id))
+        self._put(lambda core: core.streams.cancel(stream_id))
 
     def export(self, stream_id: int, transfer_id: str) -> None:
-        self._put(lambda core: core.export(stream_id, transfer_id))
+        self._put(lambda core: core.streams.export(stream_id, transfer_id))
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        await self._do(lambda core: core.load_adapter(adapter))
+        await self._do(lambda core: core.adapters.load(adapter))
 
     async def unload_adapter(self, key: str) -> None:
-        await self._do(lambda core: core.unload_adapter(key))
+        await self._do(lambda core: core.adapters.unload(key))
 
-    async def _do(self, action: Callable[[VllmCore], None]) -> None:
-        """Have the step thread do `action`, and wait for it. Raises its error, TimeoutError, or
+    async def check_weights(self, path: str) -> str:
+        return await asyncio.to_thread(_digest_of_same, path, self._settings.model_path)
+
+    async def update_weights(self, path: str) -> None:
+        await self._do(lambda core: core.update_weights(path), _WEIGHTS_TIMEOUT_S)
+
+    async def _do(
+        self, action: Callable[[VllmCore], None], timeout_s: float = _ADAPTER_TIMEOUT_S
+    ) -> None:
+        """Run `action` on the step thread, and wait for it. Raises its error, TimeoutError, or
         Unavailable."""
         done: Future[None] = Future()
 
@@ -159,11 +171,11 @@ class VllmEngine:
 
         if not self._put(act):
             raise Unavailable("the engine has stopped")
-        async with asyncio.timeout(_ADAPTER_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await asyncio.shield(asyncio.wrap_future(done))
 
     def _put(self, action: _Action, new_stream_id: int | None = None) -> bool:
-        """Have the step thread do `action`. Return False if the thread has stopped."""
+        """Run `action` on the step thread. Return False if the thread has stopped."""
         with self._lock:
             if self._end is not None:
                 return False
@@ -184,7 +196,7 @@ class VllmEngine:
             return None
         if self._kv_look is not None:
             return KvState(self._ledger, (self._kv_look(),))
-        # Only the step thread may ask other processes: return the last answer, ask for a new one.
+        # Only the step thread may query other processes: return the last answer, request a new one.
         if not self._is_looking:
             self._is_looking = True  # before the thread may answer
             self._put(self._look_at_ranks)
@@ -198,7 +210,7 @@ class VllmEngine:
         if self._renders is not None:
             self._renders.close()
         if self._thread is not None:
-            limit_s = _CLOSE_TIMEOUT_S + self._settings.group.leave_s
+            limit_s = _CLOSE_TIMEOUT_S + self._settings.leave_s
             await asyncio.to_thread(self._thread.join, limit_s)
             if self._thread.is_alive():
                 _log.error("the engine did not end within %.0f s", limit_s)
@@ -228,15 +240,16 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001 - top of the thread: it ends the engine
             _log.exception("the engine failed")
             end, failure = WorkerFailed("the engine failed"), error
-            if reason := core.why_failed():  # vLLM's error only says that the step was cancelled
+            # vLLM's error only says that the step was cancelled.
+            if reason := core.liveness.why_failed():
                 failure = RuntimeError(reason)
-        self._stop(end, core.open_streams)
+        self._stop(end, core.streams.open_ids)
         if failure is not None:
             self._emit(StepResult(failure=failure))
         try:
             try:
                 if failure is None:
-                    core.leave_group(self._settings.group.leave_s)
+                    core.leave_group(self._settings.leave_s)
             finally:  # a step for the group fails if another rank has ended too early
                 core.close()
         except Exception:  # noqa: BLE001 - cleanup
@@ -247,8 +260,8 @@ class VllmEngine:
         for descriptor in core.wakeups:
             self._sleep.watch(descriptor)
         while not self._closing:
-            if core.died:
-                raise RuntimeError(core.died)
+            if died := core.liveness.died:
+                raise RuntimeError(died)
             if ended := self._take_inbox(core):
                 self._ledger = core.ledger()  # exported blocks are held
                 self._emit(StepResult(ended))
@@ -289,3 +302,11 @@ class VllmEngine:
             self._loop.call_soon_threadsafe(self.results.put, result)
         except RuntimeError:  # the loop is closed
             _log.debug("the event loop ended before the engine")
+
+
+def _digest_of_same(path: str, served: str) -> str:
+    """Return the digest of the checkpoint in `path`. Raises InvalidRequest unless it has the
+    tensors of the one in `served`."""
+    new = read_checkpoint(Path(path), field="weights.path")
+    check_same_shapes(new, read_checkpoint(Path(served), field="model"), field="weights.path")
+    return new.digest

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pdserve.process.entry_points import COMMANDS, entry_point
 from pdserve.process.gpus import is_cpu_build
-from workers.vllm import settings
-from workers.vllm.settings import VllmSettings
+from workers.vllm.start import settings
+from workers.vllm.start.settings import VllmSettings
 
 _MODULES = (
     "workers.vllm.core",
@@ -25,9 +25,9 @@ def preload() -> None:
     again for its own settings; of those, vLLM reads only the number of threads at import."""
     os.environ.pop("OMP_NUM_THREADS", None)
     settings.apply_environment(VllmSettings(str(Path.cwd()), (), threads=1))
-    # On a GPU not the former: it replaces torch's streams and events.
+    # Not the former on a GPU, where it replaces torch's streams and events.
     worker = "vllm.v1.worker.cpu_worker" if is_cpu_build() else "vllm.v1.worker.gpu_worker"
     for name in (*_MODULES, worker):
         importlib.import_module(name)
-    entry_point(COMMANDS, "worker").load()  # what each fork runs
+    entry_point(COMMANDS, "worker").load()  # each fork runs it
     settings.is_preloaded = True

@@ -189,6 +189,8 @@ def find_library(maps: Path = Path("/proc/self/maps")) -> Path:
 
 def load() -> Nccl:
     """Load NCCL, separate from any other copy in the process. Raises KvTransferError."""
+    if os.environ.get("NCCL_COMM_BLOCKING") == "1":
+        raise KvTransferError("NCCL_COMM_BLOCKING=1 takes every deadline away: unset it")
     path = find_library()
     try:
         return Nccl(ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW))

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Communicator:
     """A link's communicator of two ranks, at this end. A thread holds `in_use` while it uses, or
     may use, the communicator, and while operations are in flight. `number` counts the communicators
-    that this one was, to tell messages about an earlier one apart."""
+    of this link, to identify messages about an earlier one."""
 
     def __init__(
         self, rank: int, nccl: Nccl, gpu: Gpu, limits: Limits, pool: Communicators, link: Link
@@ -46,7 +46,7 @@ class Communicator:
         self._pool = pool
         self._link = link
         self._handle = 0  # NCCL's, 0 if closed
-        pool.add(self)
+        self._joined_at = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -58,19 +58,31 @@ class Communicator:
             raise LinkClosed("the link went down")
         if self.rank == SENDER:
             return
-        # The receiving thread is the link's reader, so no other thread would notice that the
-        # producer is gone. Peek only: the producer's next message may have arrived already, because
-        # its send can complete before our receive.
+        # The receiving thread is the link's reader, so no other thread would detect a lost
+        # producer. Peek only, because the producer's next message may have arrived already: its
+        # send can complete before our receive.
         with contextlib.suppress(BlockingIOError):
             if not self._link.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 raise LinkClosed("the producer closed the link inside a chunk")
 
     def enter(self) -> None:
-        """Wait for room for this communicator, which is in use. Raises KvTransferError."""
+        """Wait for a place in the budget for this communicator, which is in use. Raises
+        KvTransferError."""
         self._pool.enter(self)
 
+    @property
+    def is_overdue(self) -> bool:
+        """True if another link waits for a place and this one has used its turn. Needed because a
+        communicator under load is never idle."""
+        is_long = time.monotonic() - self._joined_at > self._limits.keep_s
+        return self.is_open and is_long and self._pool.has_waiting(self.rank)
+
+    def touch(self) -> None:
+        """Record that the last operation has just ended."""
+        self._pool.touch(self)
+
     def retire(self) -> None:
-        """Close the idle communicator and notify the peer, whose end is useless now."""
+        """Close the idle communicator and notify the peer, whose end is now useless."""
         if self.is_open:
             self.abort()
             self._link.post(Inner(pack(Ended(self.number))))
@@ -87,13 +99,15 @@ class Communicator:
             self._nccl.abort(handle)
         self._pool.leave(self)
 
-    def join(self, number: int, unique_id: bytes, slot: StagingSlot, timeout_s: float) -> None:
-        with self._gpu.on(slot.stream):
-            result, self._handle = self._nccl.comm_init(unique_id, self.rank, self._limits.max_ctas)
-            self.number = number
-            self._pool.made += 1
-            self._check_result(result)
-            until(self.is_taken, timeout_s, "joining a communicator", self.check)
+    def join(self, number: int, unique_id: bytes, timeout_s: float) -> None:
+        """Join on the calling thread's GPU. It may take long: the caller holds no slot."""
+        self._pool.add(self)
+        result, self._handle = self._nccl.comm_init(unique_id, self.rank, self._limits.max_ctas)
+        self.number = number
+        self._pool.made += 1
+        self._check_result(result)
+        until(self.is_taken, timeout_s, "joining a communicator", self.check)
+        self._joined_at = time.monotonic()
 
     def post(
         self,
@@ -109,7 +123,7 @@ class Communicator:
         for result in (*results, self._nccl.group_end()):
             self._check_result(result)
         if on_posted is not None:
-            on_posted()  # before NCCL has enqueued: the first time, that needs the peer's post
+            on_posted()  # not after NCCL has enqueued: the first time, that needs the peer's post
         # Wait until NCCL has enqueued, so that later work on the stream cannot overtake it.
         until(self.is_taken, self._limits.min_move_s, "posting to NCCL", self.check)
 
@@ -139,16 +153,17 @@ class Communicator:
 
 
 class Communicators:
-    """The communicators of a process. Those that are open fit in the budget.
-
-    Above it, the least recently used idle one is closed. If each request closed the communicator of
-    another, all would wait for joins, so one that was just used is kept for `keep_s` more.
+    """The communicators of a process. Open ones fit in the budget; above it, the least recently
+    used idle one is closed. If each request closed another's communicator, all would wait for
+    joins, so a communicator is kept for `keep_s` after its last use. Waiting links get a place in
+    order of arrival.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._all: set[Communicator] = set()
         self._open: OrderedDict[Communicator, float] = OrderedDict()  # used at, oldest first
+        self._waiting: list[Communicator] = []  # for a place, in order of arrival
         self._lock = threading.Lock()
         self._most_needed = limits.budget_bytes
         self.made = 0
@@ -163,7 +178,7 @@ class Communicators:
         return sum(self._limits.communicator_bytes(each.rank) for each in list(self._open))
 
     def add(self, member: Communicator) -> None:
-        """Count the communicator of a new link, and warn if there is no room for all."""
+        """Count a joining communicator once, and warn if the budget is too small for all."""
         with self._lock:
             self._all.add(member)
             count, needed = len(self._all), self._needed(each.rank for each in self._all)
@@ -183,24 +198,46 @@ class Communicators:
             self._all.discard(member)
 
     def enter(self, member: Communicator) -> None:
-        """Make room for `member`, whose `in_use` the caller holds. Raises
-        KvTransferError if all others stay in use until the deadline."""
+        """Reserve a place for `member`, whose `in_use` the caller holds. Raises KvTransferError if
+        all others stay in use until the deadline."""
         asked_at = time.monotonic()
-        until(
-            lambda: self._admit(member, asked_at),
-            self._limits.op_s,
-            "room for a communicator",
-            member.check,
-        )
+        if self._admit(member, asked_at):
+            return
+        with self._lock:
+            self._waiting.append(member)
+        try:
+            until(
+                lambda: self._admit(member, asked_at),
+                self._limits.op_s,
+                "room for a communicator",
+                member.check,
+            )
+        finally:
+            with self._lock:
+                self._waiting.remove(member)
+
+    def has_waiting(self, rank: int) -> bool:
+        """Return True if an end of this rank waits for a place."""
+        with self._lock:
+            return any(each.rank == rank for each in self._waiting)
+
+    def touch(self, member: Communicator) -> None:
+        with self._lock:
+            if member in self._open:
+                self._open[member] = time.monotonic()
+                self._open.move_to_end(member)
 
     def _admit(self, member: Communicator, asked_at: float) -> bool:
         with self._lock:
             ranks = [member.rank, *(each.rank for each in self._open)]
-            if member in self._open or self._needed(ranks) <= self._limits.budget_bytes:
+            has_room = self._needed(ranks) <= self._limits.budget_bytes
+            first = next((each for each in self._waiting if each.rank == member.rank), member)
+            if member in self._open or (has_room and first is member):
                 self._open[member] = time.monotonic()
                 self._open.move_to_end(member)
                 return True
-            idle = self._take_idle(member.rank, asked_at)
+            is_next = first is member and not has_room
+            idle = self._take_idle(member.rank, asked_at) if is_next else None
         if idle is not None:
             try:  # without the lock: an abort may be slow
                 idle.retire()
@@ -210,14 +247,15 @@ class Communicators:
         return False
 
     def _needed(self, ranks: Iterable[int]) -> int:
-        """Return the memory of these ends. Senders leave room for one receiver and vice versa: if
-        they waited for each other, processes that do both could stop one another."""
+        """Return the memory of these ends. Senders leave a place for one receiver and vice versa.
+        Otherwise processes that send and receive could deadlock."""
         counts = Counter(ranks)
         size = self._limits.communicator_bytes
         return sum(max(1, counts[rank]) * size(rank) for rank in (SENDER, RECEIVER))
 
     def _take_idle(self, rank: int, asked_at: float) -> Communicator | None:
-        """Return the one to close for a communicator of `rank`, in use by the caller."""
+        """Return the communicator to close for one of `rank`; the caller then holds its
+        `in_use`."""
         now, others = time.monotonic(), sum(each.rank != rank for each in self._open)
         for each, used_at in self._open.items():
             if now - min(used_at, asked_at) < self._limits.keep_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,8 @@ class Limits:
 
     Deadlines in seconds: `init_s` for two ranks to join, `op_s` to wait for a slot, a communicator
     or the peer's answer, `min_move_s` for a small chunk to move, `quarantine_s` for the streams of
-    an aborted communicator to become idle. `keep_s`: how long a communicator that was just used is
-    kept while another one needs room; about the time that joining takes.
+    an aborted communicator to become idle. `keep_s`: time for which a communicator is kept after
+    its last use while another one waits for a place; about the time of a join.
     """
 
     budget_bytes: int = 512 << 20
@@ -50,9 +51,13 @@ class Limits:
 def limits_from(settings: ConnectorConfig) -> Limits:
     """Derive the limits from the settings. Raises ValueError if the budget does not allow one
     communicator in each direction."""
-    pair = sum(CHANNEL_BYTES.values()) * settings.nccl_max_ctas
+    # NCCL takes this variable before the number that a communicator is opened with (init.cc), so
+    # the budget has to count with it.
+    max_ctas = int(os.environ.get("NCCL_MAX_CTAS") or settings.nccl_max_ctas)
+    pair = sum(CHANNEL_BYTES.values()) * max_ctas
     if settings.nccl_budget_bytes < pair:
-        raise ValueError(f"nccl_budget_bytes {settings.nccl_budget_bytes} is less than {pair}")
-    return Limits(
-        settings.nccl_budget_bytes, settings.nccl_max_ctas, op_s=settings.receive_timeout_s
-    )
+        raise ValueError(
+            f"nccl_budget_bytes {settings.nccl_budget_bytes} is less than the {pair} of {max_ctas}"
+            " thread blocks"
+        )
+    return Limits(settings.nccl_budget_bytes, max_ctas, op_s=settings.receive_timeout_s)

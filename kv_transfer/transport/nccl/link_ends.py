@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from kv_transfer.transport.nccl.limits import Limits
     from kv_transfer.transport.nccl.staging import Gpu, Staging, StagingSlot
 
-# A tenth of the slowest wire that is worth using.
+# A tenth of the slowest network worth using.
 MIN_BYTES_PER_S = 1e8
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What an end of a link shares with the other links of its direction, and what the two ends
-    agreed on. `direct`: the groups whose blocks are sent without staging, `direct_run` of them with
-    one offer."""
+    """Resources shared by the links of one direction, and values that the two ends agreed on.
+    `direct`: the groups whose blocks are sent without staging. `direct_run`: blocks per offer of
+    these groups."""
 
     nccl: Nccl
     gpu: Gpu
@@ -54,8 +54,8 @@ class Resources:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """The bytes of one offer on their way. They are in place, and the slot is free, when `events`
-    have fired; there are none before the operations are posted."""
+    """The bytes of one offer in flight. When `events` have fired, the bytes are in place and the
+    slot is free. `events` is empty until the operations are posted."""
 
     slot: StagingSlot
     size: int
@@ -92,11 +92,10 @@ class _Moving:
 
 
 class _LinkEnd:
-    """What both ends do. One thread of the link posts and waits.
-
-    Runs are posted, and end, in the order of the offers, at both ends. They are in flight together,
-    as far as there are slots. After an error none is: the communicator is aborted, and each run
-    ends with the error when the GPU is idle.
+    """Common part of both ends. One thread of the link posts and waits. Runs are posted, and end,
+    in the order of the offers, at both ends. As many are in flight as there are slots. After an
+    error none is: the communicator is aborted, and each run ends with the error when the GPU is
+    idle.
     """
 
     name = "nccl"
@@ -113,7 +112,7 @@ class _LinkEnd:
         self._direct = resources.direct
         self._direct_run = resources.direct_run
         self._flying: deque[_Run] = deque()
-        self._head_since = 0.0  # when the oldest run was posted, or the one before it ended
+        self._head_since = 0.0  # time when the oldest run was posted, or its predecessor ended
 
     def have_ended(self, runs: Sequence[_Run]) -> bool:
         """Return True if the runs have ended, also by an error. Raises KvTransferError after an
@@ -138,8 +137,8 @@ class _LinkEnd:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Hold the communicator. It stays held while runs are in flight, so that it is not closed
-        for another one."""
+        """Hold the communicator. It stays held while runs are in flight, so that it is not
+        evicted."""
         if not self._flying:
             self.communicator.in_use.acquire()
         try:
@@ -152,8 +151,8 @@ class _LinkEnd:
                 self.communicator.in_use.release()
 
     def _fail(self, error: BaseException) -> None:
-        """Abort, and end all runs. Raises KvTransferError if the GPU does not become idle in time:
-        the slots are lost then."""
+        """Abort, and end all runs. Raises KvTransferError if the GPU does not become idle in time;
+        the slots are then lost."""
         self.communicator.fail()
         runs = list(self._flying)
         try:
@@ -170,8 +169,8 @@ class _LinkEnd:
                 run.is_over, run.error = True, error
 
     def _begin(self, size: int) -> _Run:
-        """Take a slot for the next run."""
-        self.communicator.enter()  # may wait, and must hold no slot then
+        """Take a slot for the next run. Slots become free, because the communicator is open and the
+        peer blocks no run for long."""
         while self._flying and not self._staging.free:
             self._wait([self._flying[0]])
         slot = self._staging.acquire(self._limits.op_s, self._check)
@@ -185,8 +184,8 @@ class _LinkEnd:
             self._head_since = time.monotonic()
 
     def _end_runs(self) -> None:
-        """Free the slots of runs that have ended. Raises KvTransferError after an error of NCCL, or
-        at a deadline."""
+        """Free the slots of ended runs. Raises KvTransferError after an error of NCCL, or at a
+        deadline."""
         while self._flying and (run := self._flying[0]).events:
             self.communicator.is_taken()  # raises NCCL's error
             now = time.monotonic()
@@ -199,6 +198,8 @@ class _LinkEnd:
                 return
             run.is_over, self._head_since = True, now
             self._staging.release(self._flying.popleft().slot)
+            if not self._flying:
+                self.communicator.touch()
 
     def _check(self) -> None:
         self._end_runs()
@@ -211,10 +212,9 @@ class _LinkEnd:
 
         until(are_over, math.inf, "", self.communicator.check)
 
-    def _settle(self, run: _Run | None = None) -> None:
-        """Wait for all runs but this one, which is not posted. The communicator may be closed
-        then."""
-        self._wait([each for each in self._flying if each is not run])
+    def _settle(self) -> None:
+        """Wait for all runs. The communicator may be closed then."""
+        self._wait(list(self._flying))
 
 
 class NcclProducer(_LinkEnd, ProducerChannel):
@@ -252,16 +252,34 @@ class NcclProducer(_LinkEnd, ProducerChannel):
         is_direct: bool = False,
     ) -> _Run:
         """Post the send of one run of blocks; without a region, of the slot's old content."""
-        run = self._begin(len(ids) * block_bytes)
-        slot, cache = run.slot, region if is_direct else None
-        parts = _batches(slot, ids, block_bytes, cache, self._limits, is_direct=is_direct)
-        ready = []
-        if region is not None and not is_direct:
-            with self._gpu.on(slot.copies):
-                for part in parts:
-                    region.gather(part.ids, slot.memory[part.start :])
-                    ready.append(self._gpu.record(slot.copies))
-        self._agree(run, is_direct=is_direct)
+        if self.communicator.is_overdue:
+            # The consumer answers when it has all bytes, because on a slow network they may still
+            # be in NCCL's buffers when the sends have ended.
+            self._settle()
+            self._write(Ended(self.communicator.number))
+            if not self._is_cleared():
+                self.communicator.abort()
+        size = len(ids) * block_bytes
+        while True:
+            self._join()
+            run = self._begin(size)
+            slot, cache = run.slot, region if is_direct else None
+            parts = _batches(slot, ids, block_bytes, cache, self._limits, is_direct=is_direct)
+            ready = []
+            if region is not None and not is_direct:
+                with self._gpu.on(slot.copies):
+                    for part in parts:
+                        region.gather(part.ids, slot.memory[part.start :])
+                        ready.append(self._gpu.record(slot.copies))
+            self._write(Offer(self.communicator.number, size, b"", is_direct))
+            if self._is_cleared():
+                break
+            # The consumer freed its idle end before it read the offer. The slot's next user is
+            # queued behind our gathers.
+            self._flying.remove(run)
+            self._staging.release(slot)
+            self._settle()
+            self.communicator.abort()
         with self._gpu.on(slot.stream):
             for n, part in enumerate(parts):
                 if ready:
@@ -277,7 +295,7 @@ class NcclProducer(_LinkEnd, ProducerChannel):
             self._answers.append(message)
             self._answered.notify()
         if isinstance(message, Ended) and self.communicator.in_use.acquire(blocking=False):
-            try:  # idle: no thread waits for an answer
+            try:  # idle, so no thread waits for an answer
                 if message.number == self.communicator.number:
                     self.communicator.abort()
                 with self._answered:
@@ -285,26 +303,20 @@ class NcclProducer(_LinkEnd, ProducerChannel):
             finally:
                 self.communicator.in_use.release()
 
-    def _agree(self, run: _Run, *, is_direct: bool) -> None:
-        """Offer the run until the consumer has posted the receive."""
+    def _join(self) -> None:
+        """Join a new communicator if none is open. Holds no slot, because the consumer may wait
+        long for a place and other links need the slots."""
         communicator = self.communicator
-        while True:
-            communicator.enter()
-            unique_id = b""
-            if not communicator.is_open:
-                unique_id = self._nccl.unique_id()
-                communicator.number += 1
-            offer = Offer(communicator.number, run.size, unique_id, is_direct)
-            self._link.write(Inner(pack(offer)))
-            if unique_id:
-                # Before it joins, the consumer may wait for a slot and for room, up to `op_s`.
-                timeout_s = self._limits.op_s + self._limits.init_s
-                communicator.join(communicator.number, unique_id, run.slot, timeout_s)
-            if self._is_cleared():
-                return
-            # The consumer freed its idle end before it read the offer: offer a new communicator.
-            self._settle(run)
-            communicator.abort()
+        communicator.enter()
+        if not communicator.is_open:
+            communicator.number += 1
+            offer = Offer(communicator.number, 0, self._nccl.unique_id())
+            self._write(offer)
+            timeout_s = self._limits.op_s + self._limits.init_s
+            communicator.join(offer.number, offer.unique_id, timeout_s)
+
+    def _write(self, message: KvMessage) -> None:
+        self._link.write(Inner(pack(message)))
 
     def _is_cleared(self) -> bool:
         """Wait for the consumer's answer. Return False if the consumer has freed its end. Raises
@@ -347,6 +359,9 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
             done = 0
             while done < chunk.count:
                 offer = self._read_offer()
+                if offer.unique_id:
+                    self._join(offer)
+                    continue
                 count, rest = divmod(offer.size_bytes, block_bytes)
                 if rest or not 0 < count <= chunk.count - done:
                     raise ProtocolError(f"{offer.size_bytes} bytes offered of {chunk.size}")
@@ -364,14 +379,15 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         """Handle a message of the producer outside of a chunk, on the link's reader thread."""
         message = decode(body, KINDS)
         with self._using():
-            if isinstance(message, Offer):
+            if isinstance(message, Offer) and message.unique_id:
+                self._join(message)
+            elif isinstance(message, Offer):
                 self._take(message, message.size_bytes, None, None)
                 self._settle()
-            elif not isinstance(message, Ended):
+            elif isinstance(message, Ended):
+                self._end(message)
+            else:
                 raise ProtocolError(f"a {type(message).__name__} message outside of a chunk")
-            elif message.number == self.communicator.number:
-                self._settle()
-                self.communicator.abort()
 
     def _take(
         self,
@@ -387,19 +403,17 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         most = self._direct_run * block_bytes if offer.is_direct else self._slot_bytes
         if not 0 < offer.size_bytes <= most or not is_fit:
             raise ProtocolError(f"cannot receive {offer}")
-        if not offer.unique_id and (
-            not communicator.is_open or offer.number != communicator.number
-        ):
+        if communicator.is_overdue:
+            # The producer aborts first, when its sends have ended.
+            self._link.post(Inner(pack(Ended(offer.number))))
+            return None
+        if not communicator.is_open or offer.number != communicator.number:
             return None
         cache = region if offer.is_direct else None
         ids = list(range(offer.size_bytes // block_bytes)) if block_ids is None else block_ids
+        communicator.enter()
         run = self._begin(offer.size_bytes)
         slot = run.slot
-        if offer.unique_id:
-            self._settle(run)
-            communicator.abort()
-            communicator.enter()
-            communicator.join(offer.number, offer.unique_id, slot, self._limits.init_s)
         parts = _batches(slot, ids, block_bytes, cache, self._limits, is_direct=offer.is_direct)
         with self._gpu.on(slot.stream):
             for n, part in enumerate(parts):
@@ -411,6 +425,20 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
             self._posted(run, slot.stream, slot.copies)
         return run
 
+    def _join(self, offer: Offer) -> None:
+        """Join the communicator of this offer, which replaces the last one."""
+        self._settle()
+        self.communicator.abort()
+        self.communicator.enter()
+        self.communicator.join(offer.number, offer.unique_id, self._limits.init_s)
+
+    def _end(self, message: Ended) -> None:
+        """Free this end, because the producer has freed its end or wants to, and answer."""
+        if message.number == self.communicator.number:
+            self._settle()
+            self.communicator.abort()
+        self._link.post(Inner(pack(message)))
+
     def _clear(self) -> None:
         self._link.post(Inner(pack(Clear(self.communicator.number))))
 
@@ -418,10 +446,11 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         while not isinstance(message := self._read(), Offer):
             if not isinstance(message, Ended):
                 raise ProtocolError(f"a {type(message).__name__} message where an offer was due")
+            self._end(message)
         return message
 
     def _read(self) -> KvMessage:
-        # The producer may wait for a slot that another link of ours keeps it from: free our own.
+        # Free our slot, because the producer may wait for a slot that another link of ours blocks.
         while self._flying and not self._link.has_input(INPUT_POLL_S):
             self._end_runs()
         with nullcontext() if self._flying else self._idle():
@@ -432,8 +461,8 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
-        """Let another link close the communicator meanwhile. The producer may wait for room that it
-        gets only when that link goes on; it makes an offer again that we cannot take."""
+        """Let another link close the communicator meanwhile. The producer may wait for a place that
+        it gets only when that link continues; it repeats an offer that we cannot accept."""
         self.communicator.in_use.release()
         try:
             yield
@@ -443,8 +472,8 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
 
 @dataclass(frozen=True, slots=True)
 class _MoveBatch:
-    """Blocks that are posted together. `start` is their offset in the slot, `moves` has (address,
-    bytes) of each operation."""
+    """Blocks that are posted together. `start`: offset in the slot. `moves`: (address, bytes) of
+    each operation."""
 
     ids: list[int]
     start: int
@@ -461,8 +490,8 @@ def _batches(
     is_direct: bool,
 ) -> list[_MoveBatch]:
     """Split a run of blocks in the same way at both ends. `is_direct`: one operation per block,
-    from or to the cache if given, else to the slot. These bytes are discarded: they may be more
-    than the slot holds."""
+    from or to the cache. Without a cache, to the slot; these bytes are discarded, because they may
+    exceed the slot."""
     made, start = [], 0
     most = limits.max_group if is_direct else max(1, limits.part_bytes // block_bytes)
     for part in _runs(ids, most):

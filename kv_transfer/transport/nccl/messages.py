@@ -1,4 +1,4 @@
-"""Messages between the two ends of a link over NCCL. They travel in `Inner`."""
+"""Messages between the two ends of a link over NCCL, sent in `Inner`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kv_transfer.protocol.messages import Count, KvMessage, kinds_of
 class Offer(KvMessage, frozen=True):
     """Producer: offer the next bytes over this link's communicator `number`.
 
-    `unique_id` is its NCCL id, empty if the consumer has joined it before. `is_direct`: one
+    With its NCCL `unique_id`, there are no bytes, and the consumer joins. `is_direct`: one
     operation per block, from the KV cache. Bytes offered outside of a chunk are discarded.
     """
 
@@ -25,7 +25,8 @@ class Clear(KvMessage, frozen=True):
 
 
 class Ended(KvMessage, frozen=True):
-    """Either end: this end has freed its idle communicator."""
+    """Either end: this end has freed its idle communicator. From a producer, while other links wait
+    for a place: free yours and answer with this message once all bytes have arrived."""
 
     number: Count
 

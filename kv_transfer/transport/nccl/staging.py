@@ -37,7 +37,7 @@ class Gpu:
         try:
             with torch.cuda.stream(stream):
                 yield
-        except RuntimeError as error:  # what torch raises for CUDA's errors
+        except RuntimeError as error:  # torch's type for CUDA errors
             raise KvTransferError(f"CUDA: {error}") from error
 
     def record(self, stream: Any) -> Any:
@@ -122,8 +122,8 @@ def until(
     """Poll until `is_done()`. `check` raises if the caller must stop waiting. Raises
     KvTransferError at the deadline.
 
-    Never blocks in CUDA: a kernel whose peer died runs for ever, and only a thread that does not
-    wait for it can abort it.
+    Never blocks in CUDA, because a kernel whose peer died runs forever, and only a thread that does
+    not wait for it can abort it.
     """
     begun = time.monotonic()
     while not is_done():

@@ -5,13 +5,14 @@ long enough and have the same layout at both ends, they are sent directly from c
 they pass through a slot at each end, in parts: while one part is sent, the next is gathered and the
 previous one scattered. The sequence for each slot, and without staging for each group of NCCL:
 
-    producer: take a slot ─ Chunk, Offer ──► consumer: take a slot, join if the id is new,
-              join if the id is new                    post the receives, scatters behind them
-              post the sends           ◄── Clear ─     (after the first receive is posted)
-              later: free the slot                     later: free the slot
+    producer: wait for room ─ Offer with id ► consumer: wait for room
+              join                              join                   (only if none is open)
+              take a slot ── Chunk, Offer ──►   take a slot, post the receives, scatters behind them
+              post the sends   ◄── Clear ────   (after the first receive is posted)
+              later: free the slot              later: free the slot
 
-Neither end waits for the bytes before it goes on: the next sequence begins while they move, as far
-as there are slots. Both ends post in the order of the offers, so NCCL pairs the same operations.
+Neither end waits for the bytes: the next sequence begins while they move, if there is a slot. Both
+ends post in the order of the offers, so NCCL pairs the same operations.
 
 Rules (docs/kv_transfer.md says which failure of vLLM's NCCL connector each one answers):
 
@@ -23,7 +24,9 @@ Rules (docs/kv_transfer.md says which failure of vLLM's NCCL connector each one 
   consumer's blocks are released only when the GPU is idle.
 * All waits poll. The threads of a link make its NCCL calls, so a slow abort blocks no other link.
 * Communicators hold memory outside the KV cache, within a budget. Above it, the least recently used
-  idle one is freed. One in use is never freed.
+  idle one is freed. Another link never frees one in use; while others wait, its own link frees it
+  after a turn.
+* A thread that holds a slot waits only for a slot of the consumer, or for bytes in flight.
 
 Events on the GPU order the gather, send and scatter of a part, so the host waits only once. The
 first operation of a communicator is slow, because it connects. A new link therefore sends one byte
@@ -63,6 +66,12 @@ logger = logging.getLogger(__name__)
 # Two ranks on one GPU, which NCCL otherwise refuses: docs/userguide/source/env.rst of NCCL 2.30.
 ONE_GPU_VERSION = 23003
 ONE_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+# NCCL never compares these between ranks: two that differ wait for each other. vLLM sets some of
+# them in one process for batch-invariant answers (vllm/utils/nccl.py).
+AGREED_VARIABLES = (
+    *("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS"),
+    *("NCCL_P2P_DISABLE", "NCCL_P2P_NET_DISABLE", "NCCL_PROTO", "NCCL_SHM_DISABLE"),
+)
 
 
 class NcclTransport(Transport):
@@ -81,14 +90,15 @@ class NcclTransport(Transport):
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         try:
-            staging = self.staging(SENDER, local)
+            slot_bytes = self._slot_bytes(local)
         except KvTransferError as error:
             logger.warning("NCCL is not offered: %s", error)
             return None
         return {
             "version": self._version,
             "gpu": self._gpu.uuid,
-            "slot_bytes": staging.slot_bytes,
+            "slot_bytes": slot_bytes,
+            "environment": _environment(),
             "blocks": [[n, each.block_layout] for n, each in _regions_of(local).items()],
         }
 
@@ -101,6 +111,7 @@ class NcclTransport(Transport):
         if version != self._version:
             # NCCL would also refuse, but its error names neither version.
             raise TransportUnavailable(f"NCCL {self._version} here and {version} there")
+        _check_environment(offer.get("environment"))
         is_allowed = self._version >= ONE_GPU_VERSION and os.environ.get(ONE_GPU_VARIABLE) == "1"
         if gpu == self._gpu.uuid and not is_allowed:
             raise TransportUnavailable(f"both workers use GPU {gpu}, and NCCL takes a GPU once")
@@ -137,7 +148,7 @@ class NcclTransport(Transport):
         if not isinstance(direct, list) or not all(group in groups for group in direct):
             raise ProtocolError(f"direct {direct!r} is not a list of groups")
         slot_bytes = min(slot_bytes, self.staging(SENDER, local).slot_bytes)
-        # Consumers of version 0.1 take no more than a slot at a time.
+        # Consumers of version 0.1 accept at most one slot at a time.
         run = details.get("direct_run", slot_bytes // local.block_bytes)
         if type(run) is not int or run < 1:
             raise ProtocolError(f"direct_run {run!r} is not a number of blocks")
@@ -166,17 +177,21 @@ class NcclTransport(Transport):
         with self._lock:
             self._staging.clear()
 
-    def staging(self, rank: int, local: LocalKv) -> Staging:
-        """Return the slots of one direction. Raises KvTransferError if there is no memory for them,
-        or the KV cache is not on this GPU."""
-        region, limits = next(iter(_regions_of(local).values())), self._limits
+    def _slot_bytes(self, local: LocalKv) -> int:
+        """Return the size of a slot. Raises KvTransferError if the KV cache is not on this GPU."""
+        region = next(iter(_regions_of(local).values()))
         if region.views[0].device != self._gpu.device:
             raise KvTransferError(f"the KV cache is not in the memory of {self._gpu.device}")
+        return max(self._limits.slot_bytes, local.block_bytes)
+
+    def staging(self, rank: int, local: LocalKv) -> Staging:
+        """Return the slots of one direction, allocated when its first link takes this transport.
+        Raises KvTransferError if there is no memory for them."""
+        size = self._slot_bytes(local)
         with self._lock:
             if rank not in self._staging:
                 try:
-                    size = max(limits.slot_bytes, local.block_bytes)
-                    made = Staging(self._gpu, limits.slots, size)
+                    made = Staging(self._gpu, self._limits.slots, size)
                 except RuntimeError as error:
                     raise KvTransferError(f"no memory for staging slots: {error}") from error
                 self._staging[rank] = made
@@ -203,3 +218,19 @@ def _regions_of(local: LocalKv) -> dict[int, DeviceRegion]:
     if not regions:
         raise KvTransferError("the KV cache is not in GPU memory")
     return regions
+
+
+def _environment() -> dict[str, str]:
+    return {x: value for x in AGREED_VARIABLES if (value := os.environ.get(x)) is not None}
+
+
+def _check_environment(theirs: Any) -> None:
+    """Raise TransportUnavailable if the producer's NCCL is set otherwise. A producer before version
+    0.3 does not report its settings."""
+    if not isinstance(theirs, dict):
+        return
+    ours = _environment()
+    for name in AGREED_VARIABLES:
+        here, there = (x.get(name, "unset") for x in (ours, theirs))
+        if here != there:
+            raise TransportUnavailable(f"{name} is {here} here and {there} there")

@@ -44,9 +44,9 @@ def register(commands: Subparsers) -> None:
     add_seconds(parser, "--timeout", 60.0, "limit of each check")
     for flag, text in (("--only", "run only these checks"), ("--skip", "do not run these checks")):
         parser.add_argument(flag, type=_names, default=[], metavar="NAME,...", help=text)
-    text = "most requests at once (default: %(default)s)"
+    text = "maximum concurrent requests (default: %(default)s)"
     parser.add_argument("--concurrency", type=int, default=8, metavar="N", help=text)
-    text = "the endpoint claims P/D: fail if no sign of it is seen"
+    text = "the endpoint claims P/D: fail if there is no sign of it"
     parser.add_argument("--disaggregated", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print results and evidence as JSON")
     add_dial_options(parser)
@@ -108,8 +108,9 @@ async def _verify(endpoint: Endpoint, checks: list[Check], *, as_json: bool) -> 
         for number, check in enumerate(checks, 1):
             _tell(f"[{number}/{len(checks)}] {check.name}: {check.promise}")
             results.append(await run_check(endpoint, check))
+            _tell(f"    {results[-1].word} in {results[-1].seconds:.1f} s: {results[-1].note}")
     finally:
-        # Also after Ctrl-C: what is known by then.
+        # Also after Ctrl-C, with the results so far.
         if as_json:
             shown = [result.shown() for result in results]
             about = {"url": endpoint.root, "model": endpoint.model}

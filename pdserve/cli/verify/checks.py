@@ -1,4 +1,4 @@
-"""The checks of `pdserve verify`: what an endpoint promises, and how other systems broke it."""
+"""The checks of `pdserve verify`: promises of an endpoint, and how other systems broke them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLL_S = 0.2
 CACHE_TRIES = 3
 QUESTIONS = ("What does prefill do?", "Name some colors and say why you like them.")
 FILLER = "The workers of a service share what they know of each prompt before they answer it. "
-# What requests hold, as servers count it: slots, and KV blocks that no other request can get.
+# Metrics of resources that requests hold: slots, and KV blocks that no other request can use.
 HELD = (
     "pdserve_requests_running",
     "pdserve_worker_num_running_reqs",
@@ -51,7 +51,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class CheckFailed:
-    """`answers` have the requests that show it, and what came."""
+    """`answers`: the requests that show the failure, and their answers."""
 
     what: str
     answers: Sequence[EndpointAnswer] = ()
@@ -68,8 +68,8 @@ Outcome = Passed | CheckFailed | NotApplicable
 @dataclass(frozen=True, slots=True)
 class Check:
     """`promise`: what holds if the check passes. `guards_against`: a failure that the `thread` on
-    GitHub reports. `at_most`: requests that it sends, and tokens that it asks for in answers;
-    `per_slot`: the same for each request that may run at once."""
+    GitHub reports. `at_most`: limits of (requests sent, answer tokens requested); `per_slot`: the
+    same for each concurrent request."""
 
     run: Callable[[Endpoint], Awaitable[Outcome]]
     promise: str
@@ -87,21 +87,21 @@ class Check:
         return f"https://github.com/{self.thread}"
 
     def cost(self, concurrency: int) -> tuple[int, int]:
-        """Return the most requests, and the most tokens of answers that they ask for."""
+        """Return (maximum requests, maximum answer tokens requested)."""
         requests, tokens = self.per_slot
         return self.at_most[0] + concurrency * requests, self.at_most[1] + concurrency * tokens
 
 
 def fresh(text: str) -> str:
-    """Return a prompt that no cache knows: its first tokens are new."""
+    """Return a prompt that no cache has, because its first tokens are new."""
     return f"Note {secrets.token_hex(4)}. {text}"
 
 
 async def _judge(
     endpoint: Endpoint, one: EndpointAnswer, other: EndpointAnswer, what: str
 ) -> CheckFailed | NotApplicable | None:
-    """Return what a difference of two greedy answers means, None if there is none or rounding
-    explains it."""
+    """Return the outcome of comparing two greedy answers, None if they are equal or rounding
+    explains the difference."""
     if one.text == other.text:
         return None
     where = f"{what} differ {difference(one, other)}"
@@ -127,7 +127,7 @@ async def stream(endpoint: Endpoint) -> Outcome:
         return Passed()
     found = await _judge(endpoint, whole, streamed, "the whole and the streamed answer")
     if isinstance(found, NotApplicable):
-        # Rounding does not come back each time; a token that streams lose does.
+        # Rounding does not recur each time; a token lost in streams does.
         again = [await endpoint.send(body) for body in asked]
         if [x.text for x in again] == [whole.text, streamed.text]:
             return CheckFailed(f"twice, {found.why}", [whole, streamed])
@@ -135,7 +135,7 @@ async def stream(endpoint: Endpoint) -> Outcome:
 
 
 async def repeat(endpoint: Endpoint) -> Outcome:
-    # A request between two equal ones would show if it left its KV for the next.
+    # A request between two equal ones shows whether its KV leaks into the next.
     prompts = [fresh(question) for question in QUESTIONS]
     first = [await endpoint.ask(prompt) for prompt in prompts]
     for _ in range(2):
@@ -148,7 +148,7 @@ async def repeat(endpoint: Endpoint) -> Outcome:
 
 async def seed(endpoint: Endpoint) -> Outcome:
     pairs = []
-    # Rounding moves a sample rarely, so it does not move both of two.
+    # Rounding changes a sample rarely, so it does not change two in a row.
     for number in (7, 8):
         body = endpoint.body(fresh(QUESTIONS[1]), temperature=1, seed=number)
         alone = await endpoint.send(body)
@@ -176,7 +176,7 @@ async def usage(endpoint: Endpoint) -> Outcome:
     if whole.first.finish_reason == CUT and made != ANSWER_TOKENS:
         return CheckFailed(f"cut at {ANSWER_TOKENS} tokens, and {made} are counted", [whole])
     scores = len(whole.first.scores)
-    # Servers differ in whether they show the token that ends an answer.
+    # Servers differ in whether they return the token that ends an answer.
     if scores and not whole.first.reasoning and abs(made - scores) > 1:
         return CheckFailed(f"logprobs of {scores} tokens, and {made} are counted", [whole])
     if whole.text == streamed.text and _counts(whole) != _counts(streamed):
@@ -203,7 +203,7 @@ async def stop(endpoint: Endpoint) -> Outcome:
     prompt = fresh(QUESTIONS[0])
     base = await endpoint.ask(prompt)
     text = base.first.text
-    # From within a word into the next, so that it begins and ends within tokens.
+    # From the middle of a word into the next, so that it begins and ends within tokens.
     strings = re.findall(r"\S(\S+ \S)", text)
     if not strings:
         return NotApplicable(f"the answer has too few words for a stop string: {text[:80]!r}")
@@ -303,7 +303,9 @@ async def tools(endpoint: Endpoint) -> Outcome:
     prompt = fresh("Set the phase to decode, and say that it is fast.")
     for answer in [await endpoint.ask(prompt, stream=x, **fields) for x in (False, True)]:
         calls, streamed = list(answer.first.tool_calls.values()), answer.request.get("stream")
-        if calls and answer.first.finish_reason == CUT:
+        # A server may return the beginning of a call as text.
+        has_begun = bool(calls) or "set_phase" in answer.first.text
+        if has_begun and answer.first.finish_reason == CUT:
             return NotApplicable("the call was not whole at 96 tokens")
         if [call["name"] for call in calls] != ["set_phase"]:
             how = "streamed" if streamed else "whole"
@@ -390,12 +392,12 @@ async def length(endpoint: Endpoint) -> Outcome:
 
 
 async def concurrency(endpoint: Endpoint) -> Outcome:
-    # Of different lengths, so that prompts are computed beside running answers.
+    # Different lengths, so that prompts are computed beside running answers.
     questions = [
         f"{FILLER * (i % 4)}{QUESTIONS[i % 2]} (Question {i}.)" for i in range(endpoint.concurrency)
     ]
     bodies = [endpoint.body(fresh(question)) for question in questions]
-    # First at once: prompts that nobody has computed yet are handed over under load.
+    # Concurrently first, so that new prompts are handed over under load.
     crowded = [await endpoint.at_once(bodies) for _ in range(2)]
     alone = [await endpoint.send(body) for body in bodies]
     doubts = []
@@ -432,7 +434,7 @@ async def images(endpoint: Endpoint) -> Outcome:
         image = {"type": "image_url", "image_url": {"url": pngs[color]}}
         return [image, {"type": "text", "text": text}]
 
-    # Texts of their own: no cache that forgets the image can mix these up.
+    # Separate texts, so that a cache that ignores the image cannot confuse them.
     seen = {x: await endpoint.ask(content(x, fresh(question))) for x in pngs}
     names_colors = all(_colors(answer) == {x} for x, answer in seen.items())
     same = fresh(question)
@@ -487,7 +489,7 @@ async def salt(endpoint: Endpoint) -> Outcome:
 
 async def disaggregation(endpoint: Endpoint) -> Outcome:
     before, answers = await endpoint.metrics(), []
-    # At once: a router may rightly find that one worker is faster while nothing else runs.
+    # Concurrently, because an idle service may rightly serve a request on one worker.
     for _ in range(2):
         bodies = [endpoint.body(fresh(FILLER * 40)) for _ in range(endpoint.concurrency)]
         answers += await endpoint.at_once(bodies)

@@ -1,4 +1,4 @@
-"""Whether two greedy answers differ by more than rounding."""
+"""Decides whether two greedy answers differ by more than rounding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TIE = 0.25
 async def is_rounding(
     endpoint: Endpoint, one: EndpointAnswer, other: EndpointAnswer
 ) -> bool | None:
-    """Return True if two different answers to one greedy request part where both tokens are about
-    equally likely, and False if they do not. Return None if the endpoint gives no logprobs."""
+    """Return True if two different answers to one greedy request diverge where both tokens are
+    about equally likely, else False. Return None if the endpoint returns no logprobs."""
     if not endpoint.has_logprobs:
         return None
     body = {**one.request, "stream": False, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
@@ -30,7 +30,7 @@ async def is_rounding(
 
 
 def _is_tie(scored: EndpointAnswer, other: EndpointAnswer) -> bool:
-    """Return True if `other` parts from `scored` at a token within TIE of the token of `scored`."""
+    """Return True if `other` diverges from `scored` at a token whose logprob is within TIE."""
     parting, start = _parting(scored, other), 0
     for entry in scored.first.scores:
         token = entry["token"]
@@ -55,6 +55,6 @@ def _parting(one: EndpointAnswer, other: EndpointAnswer) -> int:
 
 
 def difference(one: EndpointAnswer, other: EndpointAnswer) -> str:
-    """Return where two answers part, for a report."""
+    """Return where two answers diverge, for a report."""
     at = _parting(one, other)
     return f"at character {at}: {one.text[at : at + 40]!r} and {other.text[at : at + 40]!r}"

@@ -34,8 +34,8 @@ class Refused(Exception):
 
 
 class Broken(Exception):
-    """The endpoint did not answer as HTTP and OpenAI's API say: status 500 or above, a closed
-    connection, a body that cannot be read, or an error in the middle of a stream."""
+    """The endpoint violated HTTP or OpenAI's API: status 500 or above, a closed connection, an
+    unreadable body, or an error in the middle of a stream."""
 
     def __init__(self, request: Body, what: str) -> None:
         super().__init__(what)
@@ -68,7 +68,7 @@ class EndpointChoice:
 
 @dataclass(slots=True)
 class EndpointAnswer:
-    """What came for one request."""
+    """The answer to one request."""
 
     request: Body
     choices: dict[int, EndpointChoice] = field(default_factory=lambda: defaultdict(EndpointChoice))
@@ -107,8 +107,8 @@ class EndpointAnswer:
 
 class Endpoint:
     """The API below `url`, such as http://host:8000 or https://host/v1. `concurrency`: most
-    requests at once. `timeout_s`: limit of each check. `is_claimed`: its owner says that it
-    separates prefill and decode. `open`: requests that wait for their end."""
+    requests at once. `timeout_s`: limit of each check. `is_claimed`: its owner claims that it
+    separates prefill and decode. `open`: unfinished requests."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Endpoint:
     async def connect(
         url: str, *, key: str, tls: ssl.SSLContext | bool, **options: Any
     ) -> AsyncIterator[Endpoint]:
-        """Yield the endpoint. Requests have no deadline of their own: checks have."""
+        """Yield the endpoint. Checks have deadlines; requests do not."""
         async with aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             connector=aiohttp.TCPConnector(limit=0, ssl=tls),
@@ -144,7 +144,7 @@ class Endpoint:
             yield Endpoint(url, session, **options)
 
     async def discover(self) -> None:
-        """Find the model, the length of its context, and which optional fields the endpoint takes.
+        """Find the model, its context length, and the optional fields that the endpoint accepts.
         Raises Refused or Broken if it does not answer a plain question."""
         try:
             listed = (await self._get("/v1/models")).get("data") or []
@@ -169,7 +169,8 @@ class Endpoint:
             self.has_logprobs = False
 
     def body(self, content: str | list[Body], **fields: Any) -> Body:
-        """Return the body of a request: greedy, ANSWER_TOKENS at most, unless `fields` say else."""
+        """Return the body of a request: greedy, at most ANSWER_TOKENS, unless `fields` override
+        it."""
         limit = fields.pop("max_tokens", ANSWER_TOKENS)
         message = {"role": "user", "content": content}
         body: Body = {"model": self.model, "messages": [message], "temperature": 0}

@@ -1,4 +1,4 @@
-"""Runs the checks of `pdserve verify` and shows what came of them."""
+"""Runs the checks of `pdserve verify` and shows the results."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def run_check(endpoint: Endpoint, check: Check) -> CheckResult:
 
 
 def show(console: Console, endpoint: Endpoint, results: Sequence[CheckResult]) -> None:
-    """Print a table, and for each check that fails what a stranger needs to see it fail."""
+    """Print a table, and for each failed check the evidence to reproduce it."""
     from rich.markup import escape
 
     rows = [(x.check.name, x.word, x.note, x.check.guards_against) for x in results]

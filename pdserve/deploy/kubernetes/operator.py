@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from pdserve.deploy.kubernetes.api import Deployment, PDService, Pod, call, merge
+from pdserve.deploy.local.restarts import error_of
 from pdserve.deploy.scaling.canary import CanaryRules, CanaryVerdict, judge
 from pdserve.errors import Conflict, InvalidRequest, Unavailable
 
@@ -42,7 +43,7 @@ _MESSAGE_CHARS = 300
 class Operator:
     """Reconciles every PDService of a namespace while it holds the lease. `clock` returns Unix
     time, because the times of a canary are stored and outlive the operator. State: the wanted
-    revision of each service at the last look."""
+    revision of each service at the last reconciliation."""
 
     def __init__(
         self, client: Any, lease: LeaderLease, routers: RouterWeights, clock: Callable[[], float]
@@ -246,14 +247,14 @@ class Operator:
             await self._merge(Deployment, found, {"spec": {"replicas": replicas}})
 
     def _tell(self, status: Object, kind: str, holds: bool, reason: str, message: str) -> None:
-        """Set a condition of the service, and log it if it has changed."""
+        """Set a condition of the service, and log a change."""
         conditions = {x["type"]: x for x in status.get("conditions", ())}
-        told = {"type": kind, "status": str(holds), "reason": reason}
+        condition = {"type": kind, "status": str(holds), "reason": reason}
         changed = conditions.get(kind, {}).get("lastTransitionTime")
-        if not told.items() <= conditions.get(kind, {}).items():
+        if not condition.items() <= conditions.get(kind, {}).items():
             changed = datetime.fromtimestamp(self._clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             logger.info("%s: %s: %s", kind, reason, message)
-        conditions[kind] = {**told, "message": message, "lastTransitionTime": changed}
+        conditions[kind] = {**condition, "message": message, "lastTransitionTime": changed}
         status["conditions"] = list(conditions.values())
 
     async def _list(self, kind: Any, labels: Any = None) -> list[Any]:
@@ -312,10 +313,10 @@ def _troubles(pod: Any) -> list[tuple[bool, str]]:
         if waiting is None or waiting.reason == "ContainerCreating":
             continue
         ended = container.lastState and container.lastState.terminated
-        lines = ((ended and ended.message) or waiting.message or "").strip().splitlines()
+        error = error_of((ended and ended.message) or waiting.message or "")
         crashes = waiting.reason == "CrashLoopBackOff" and container.restartCount >= _CRASH_LOOP
         text = f"{name}: {waiting.reason}, {container.restartCount} restarts"
-        found.append((crashes, ": ".join((text, *lines[-1:]))[:_MESSAGE_CHARS]))
+        found.append((crashes, ": ".join(filter(None, (text, error)))[:_MESSAGE_CHARS]))
     found.extend(
         (False, f"{name}: {condition.message}"[:_MESSAGE_CHARS])
         for condition in (status and status.conditions) or ()

@@ -65,7 +65,7 @@ class ReplicaScaler:
         """Renew the lease, measure the load, and write the replica counts that differ.
 
         Raises ClientError if a permission or a pool is missing. With scale-to-zero, raises
-        ConfigError if no router has the model in `router.on_demand_models`, because they would
+        ConfigError if no router has the model in `router.on_demand_models`, because routers would
         forget it. Raises another PdserveError if only some routers have it, or on no answer."""
         if not await self._lease.renew():
             self._scaler = None

@@ -97,8 +97,8 @@ class Display:
 
 def _curl_line(http: str, model: str) -> str:
     """Return a shell command that sends a chat request."""
-    text = "What is the capital of France?"
-    if model == DEMO_MODEL_NAME:  # it knows about pdserve alone
+    text = "What is the capital of France? Answer in one sentence."
+    if model == DEMO_MODEL_NAME:  # trained on pdserve only
         text = "What does a prefill worker do?"
     messages = [{"role": "user", "content": text}]
     body = {"model": model, "messages": messages, "temperature": 0, "stream": True}

@@ -1,5 +1,5 @@
-"""Data-parallel groups of `pdserve up`. Their ranks start and end as one: none computes without the
-others."""
+"""Data-parallel groups of `pdserve up`. Their ranks start and end together, because no rank
+computes without the others."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _POLL_S = 0.05
 _HOST = "127.0.0.1"
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_GIVEN = 32768  # Linux's default
-_FIRST_PORT = 10_000  # above those of most services
+_FIRST_PORT = 10_000  # above the ports of most services
 
 
 class RankGroup:
-    """One group. State: the port where its ranks meet, another one at each start, because the last
-    one may still be in use, and the names of the ranks that have met and have not ended."""
+    """One group. State: the rendezvous port of its ranks, a new one at each start, because the last
+    one may still be in use, and the names of the ranks that have met and not ended."""
 
     def __init__(self, ranks: Sequence[SupervisedProcess]) -> None:
         self._ranks = ranks
@@ -47,8 +47,8 @@ class RankGroup:
         await asyncio.shield(meeting)
 
     async def end_with(self, ended: SupervisedProcess, grace_s: float) -> None:
-        """End the other ranks, after `ended` has, also those whose process is still being started.
-        Those that serve notice it and fail by themselves, within `grace_s`."""
+        """End the other ranks after `ended` has ended, also ranks whose process is still starting.
+        Serving ranks detect it and fail by themselves within `grace_s`."""
         self._running.discard(ended.name)
         kill_at = time.monotonic() + grace_s
         while left := [x for x in self._ranks if x.name in self._running]:
@@ -60,11 +60,9 @@ class RankGroup:
 
 
 def free_ports(host: str) -> int:
-    """Return a free port of an address of this machine, whose next one is free, too.
-
-    It is below the ports that Linux gives to connections and to who binds port 0: one of these
-    could be taken again before the ranks listen. Raises OSError if this machine has no such
-    address.
+    """Return a free port of an address of this machine; the next port is free, too. It is below
+    Linux's ephemeral ports, which another process could take before the ranks listen. Raises
+    OSError if this machine has no such address.
     """
     try:
         first_given = int(_GIVEN_PORTS.read_text().split()[0])

@@ -21,8 +21,9 @@ _CRASH_LOOP = 2  # number of deaths, each after less than FORGIVEN_AFTER_S
 _MAX_DOUBLINGS = 16
 _TAIL_BYTES = 65536
 _MAX_REASON = 500  # characters
-# A line of a level below error, as pdserve (time first) and vLLM (process first) write it.
+# A line below level error, as pdserve (time first) and vLLM (process first) write it.
 _NOT_AN_ERROR = re.compile(r"(\([^)]*\) )?([\d-]+ [\d:,]+ )?(DEBUG|INFO|WARNING) ")
+_LONGEST_END = 10  # lines
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ class Restarts:
 class SupervisedProcess:
     """A router or a worker across its restarts. `process` is None while no process runs. `facts`
     are its addresses, which are known once it has been ready. A child that is not `wanted` must
-    end before `leaves_by`. A `warm` worker has loaded its model and takes no requests. One that
-    `begins_anew` was told to end because its configuration has changed."""
+    end before `leaves_by`. A `warm` worker has loaded its model and takes no requests.
+    `begins_anew`: restarting with a changed configuration."""
 
     name: str
     log: Path
@@ -90,24 +91,39 @@ class SupervisedProcess:
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """Return the last `count` lines of a log that say what went wrong: neither empty, nor of a
-    level below error. Return its last lines if all are. Return none if the file does not exist."""
+    """Return the last `count` lines of a log that are neither empty nor below level error, or its
+    last lines if there are none of these. Return an empty list if the file does not exist."""
+    return _errors(_end_of(log))[-count:]
+
+
+def error_of(text: str) -> str:
+    """Return the line of a log that states why its process ended, or "" if the log is empty. A hint
+    follows an error of a command, which begins with `pdserve:`."""
+    lines = _errors(text)
+    errors = [line for line in lines[-_LONGEST_END:] if line.startswith("pdserve:")]
+    return (errors or lines or [""])[-1]
+
+
+def _errors(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [line for line in lines if not _NOT_AN_ERROR.match(line)] or lines
+
+
+def _end_of(log: Path) -> str:
     if not log.exists():
-        return []
+        return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        text = file.read(_TAIL_BYTES).decode(errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()]
-    return ([line for line in lines if not _NOT_AN_ERROR.match(line)] or lines)[-count:]
+        return file.read(_TAIL_BYTES).decode(errors="replace")
 
 
 def death_reason(code: int, failure: str, log: Path) -> str:
-    """Return why a process died: its reported `failure`, the signal, or the last line of its log.
+    """Return why a process died: its reported `failure`, the signal, or the error in its log.
     `code` is the exit code, or the negative signal number."""
     if not failure and code < 0:
         failure = f"killed by signal {-code}"
         if -code in list(signal.Signals):
             failure += f" ({signal.Signals(-code).name})"
     elif not failure:
-        failure = ": ".join([f"exit code {code}", *last_lines(log, 1)])
+        failure = ": ".join(filter(None, (f"exit code {code}", error_of(_end_of(log)))))
     return failure[:_MAX_REASON]

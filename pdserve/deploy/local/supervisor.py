@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -23,7 +24,16 @@ import grpc.aio
 import yaml
 from msgspec.structs import replace
 
-from pdserve.config import MOVE_S, UNPIN_S, RouterConfig, WorkerConfig, refuse, to_mapping
+from pdserve.config import (
+    LIVE_KEYS,
+    MOVE_S,
+    UNPIN_S,
+    RouterConfig,
+    WorkerConfig,
+    refuse,
+    to_mapping,
+)
+from pdserve.config.watch import file_changes, file_state
 from pdserve.deploy.crash_loops import REPORT_EVERY_S, report_crash_loops
 from pdserve.deploy.local import specs
 from pdserve.deploy.local.follower import Change, LoadFollower
@@ -31,21 +41,22 @@ from pdserve.deploy.local.groups import RankGroup
 from pdserve.deploy.local.progress import StartProgress
 from pdserve.deploy.local.restarts import Restarts, SupervisedProcess
 from pdserve.deploy.scaling.load import RouterLoads
-from pdserve.errors import PdserveError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.model.hub import with_directories
 from pdserve.net.discovery import Discovery
 from pdserve.net.sockets import reachable
 from pdserve.process.child import TAKE_REQUESTS
 from pdserve.process.entry_points import PROCESSES, entry_point
 from pdserve.process.forkserver import ForkServer, launched, until_ended
-from pdserve.process.gpus import gpus_for, is_cpu_build
+from pdserve.process.gpus import check_packages, gpus_for, is_cpu_build
+from pdserve.process.memory import free_bytes
 from pdserve.security import local
 from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire import role_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from pdserve.config import Config
     from pdserve.deploy.local.display import Display
@@ -55,7 +66,7 @@ C = TypeVar("C", RouterConfig, WorkerConfig)
 OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 QUICK_STOP_S = 5.0  # for a process that is not serving
-_MARGIN_S = 5.0  # beyond the deadlines that processes have themselves
+_MARGIN_S = 5.0  # added to the processes' own deadlines
 _POLL_S = 0.05
 _LOOK_S = 1.0
 _SCALE_S = 1.0  # between two looks at the load
@@ -86,23 +97,37 @@ class Supervisor:
     """One `pdserve up`. Owns the processes, the files in the run directory and the ready file."""
 
     def __init__(
-        self, config: Config, display: Display, forkserver: ForkServer | None = None
+        self,
+        config: Config,
+        display: Display,
+        forkserver: ForkServer | None = None,
+        *,
+        run_dir: Path | None = None,
+        file: Path | None = None,
+        reload: Callable[[], Config] | None = None,
     ) -> None:
-        """Download models of the hub. `forkserver` has imported vLLM, if it is given. Raises
-        ConfigError if this machine cannot run the configuration."""
+        """Download models of the hub. `forkserver`: has imported vLLM. `run_dir` is used if
+        `up.run_dir` is empty. `reload` reads the configuration again, after its `file` has changed.
+        Raises ConfigError if this machine cannot run the configuration."""
+        if config.worker.engine == "vllm":
+            check_packages()
+        self._file, self._reload = file, reload
+        self._file_state = None if file is None else file_state(file)
         self._routers = specs.router_configs(config)
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
         self._workers = {name: with_directories(x) for name, x in self._workers.items()}
         self._pools = specs.worker_pools(config)
+        specs.check_memory(self._workers, self._pools, free_bytes())
         self._models = list(dict.fromkeys(x.served_names[0] for x in self._workers.values()))
         self._config, self._display = config, display
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
-        self._run_dir = make_run_dir(config.up.run_dir)
-        if not config.router.store:
-            store = str(self._run_dir / "store")
+        self._run_dir = run_dir or make_run_dir(config.up.run_dir)
+        if not config.router.store.database:
+            store = replace(config.router.store, database=str(self._run_dir / "store"))
             self._routers = {name: replace(x, store=store) for name, x in self._routers.items()}
-        secrets = local.new_credentials(config.router.access, config.worker.access)
-        files = local.write_credentials(self._run_dir, secrets)
+        sides = config.router.access, config.worker.access
+        secrets = local.new_credentials(*sides)
+        files = local.write_credentials(self._run_dir, secrets) | local.shared_files(*sides)
         self._routers = {name: _given(x, files) for name, x in self._routers.items()}
         self._workers = {name: _given(x, files) for name, x in self._workers.items()}
         access = replace(config.worker.access, **files)
@@ -158,6 +183,7 @@ class Supervisor:
                 self._display.serving(http, grpc_, self._models, has_console=has_console)
                 following = [asyncio.create_task(self._scale(x)) for x in self._followers()]
                 following.append(asyncio.create_task(self._report_crash_loops()))
+                following.append(asyncio.create_task(self._follow_file()))
                 done = await _first(*ends)
             code: int = max(end.result() for end in done)
             for task in (starting, *following):
@@ -177,8 +203,34 @@ class Supervisor:
             if self._forkserver is not None:
                 self._forkserver.close()
             self._temporary_dir.cleanup()
+            self._remove_run_dir()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+
+    async def _follow_file(self) -> None:
+        """Write changes of the configuration file that need no restart to the routers' files, which
+        routers watch."""
+        if self._file is None or self._reload is None:
+            return
+        async for _ in file_changes(self._file, asyncio.Event(), self._file_state):
+            try:
+                new = (await asyncio.to_thread(self._reload)).router
+            except ConfigError as error:
+                self._display.tell(f"the configuration stays as it was: {error.message}", "red")
+                continue
+            for name, old in self._routers.items():
+                access = replace(old.access, admin_keys=new.access.admin_keys)
+                live = {key: getattr(new, key) for key in LIVE_KEYS}
+                self._routers[name] = replace(old, access=access, **live)
+                self._write_config(self._children[name])
+            self._display.tell(f"{self._file} has changed; the routers' logs say what they use")
+
+    def _remove_run_dir(self) -> None:
+        """Remove a temporary run directory, unless its logs may show the cause of a failure."""
+        failures = [x for x in self._children.values() if x.restarts.deaths or x.failure]
+        was_told = self._is_serving and self._stopped.done() and not self._killed.done()
+        if was_told and not failures and not self._config.up.run_dir:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _on_signal(self) -> None:
         if not self._stopped.done():
@@ -260,8 +312,8 @@ class Supervisor:
         return found
 
     async def _scale(self, follower: LoadFollower) -> None:
-        """Start and stop workers as the load asks for. One that stops first ends its requests or
-        hands them over."""
+        """Start and stop workers as the load requires. A stopping worker first finishes its
+        requests or hands them over."""
         grace_s = self._config.worker.drain_timeout_s + MOVE_S + UNPIN_S + _MARGIN_S
         while True:
             await asyncio.sleep(_SCALE_S)
@@ -317,7 +369,7 @@ class Supervisor:
     async def _keep(self, child: SupervisedProcess) -> int:
         """Run a process, and restart it while the service is up. Return the service's exit code if
         it was stopped or cannot start."""
-        if child.name in self._workers and self._config.router.grpc_port == 0:
+        if child.name in self._workers and self._config.router.grpc.port == 0:
             # A worker's configuration has the routers' addresses: wait until routers listen.
             for name in self._routers:
                 await self._children[name].known.wait()
@@ -367,9 +419,7 @@ class Supervisor:
         child.ready_at, child.failure, child.begins_anew = None, "", False
         warm = child.warm
         is_worker = child.name in self._workers
-        config = self._run_dir / f"{child.name}.yaml"
-        # Private: the file has hashes of keys and the engine's arguments.
-        local.write_private(config, yaml.safe_dump(self._config_of(child), sort_keys=False))
+        config = self._write_config(child)
         forkserver = self._forkserver if is_worker else None
         if forkserver is not None:
             self._display.doing(child.name, "importing vLLM")
@@ -378,7 +428,7 @@ class Supervisor:
         async with launched(forkserver, *words, env=env, log=child.log) as (process, reports):
             child.process, child.pid = process, process.pid
             following = asyncio.create_task(self._follow(child, reports))
-            if child.warm != warm or not child.wanted.is_set():  # changed before it could be told
+            if child.warm != warm or not child.wanted.is_set():  # changed while the process started
                 child.begin_anew()
             try:
                 return await until_ended(process, following)
@@ -386,17 +436,24 @@ class Supervisor:
                 child.process = None
                 following.cancel()
 
+    def _write_config(self, child: SupervisedProcess) -> Path:
+        config = self._run_dir / f"{child.name}.yaml"
+        # Private, because the file has hashes of keys and the engine's arguments.
+        local.write_private(config, yaml.safe_dump(self._config_of(child), sort_keys=False))
+        return config
+
     def _config_of(self, child: SupervisedProcess) -> dict[str, object]:
         if child.name in self._workers:
             worker = self._workers[child.name]
             worker = replace(worker, routers=self._addresses(), warm=child.warm)
             if child.name in self._groups:
-                worker = replace(worker, data_parallel_port=self._groups[child.name].port)
+                group = replace(worker.data_parallel, port=self._groups[child.name].port)
+                worker = replace(worker, data_parallel=group)
             return {"worker": to_mapping(worker)}
         router = self._routers[child.name]
         if child.facts:  # a router that is restarted keeps its ports
-            http_port, grpc_port = (int(child.facts[x].split(":")[-1]) for x in ("http", "grpc"))
-            router = replace(router, http_port=http_port, grpc_port=grpc_port)
+            http, grpc = (int(child.facts[x].split(":")[-1]) for x in ("http", "grpc"))
+            router = specs.with_ports(router, http, grpc)
         return {"router": to_mapping(router)}
 
     def _addresses(self) -> tuple[str, ...]:
@@ -449,10 +506,11 @@ class Supervisor:
         for child in children:
             keeper = self._keepers[child.name]
             limit_s = grace_s if child.ready_at is not None else min(grace_s, QUICK_STOP_S)
-            left_s = max(0.0, began + limit_s - time.monotonic())  # they all end at the same time
+            left_s = max(0.0, began + limit_s - time.monotonic())  # one deadline for all
             await _first(keeper, self._killed, timeout=left_s)
             if not keeper.done() and not self._killed.done():
-                self._display.tell(f"{child.name} did not stop in time and is killed")
+                child.failure = "did not stop in time and is killed"
+                self._display.tell(f"{child.name} {child.failure}")
                 child.send(signal.SIGKILL)
 
     def _announce_key(self, addresses: Iterable[str]) -> None:
@@ -509,5 +567,5 @@ async def _first(
 
 
 def _grpc_address(router: RouterConfig) -> str:
-    host = f"[{router.grpc_host}]" if ":" in router.grpc_host else router.grpc_host
-    return reachable(f"{host}:{router.grpc_port}")
+    host = f"[{router.grpc.host}]" if ":" in router.grpc.host else router.grpc.host
+    return reachable(f"{host}:{router.grpc.port}")

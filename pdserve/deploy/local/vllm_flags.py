@@ -1,4 +1,5 @@
-"""Flags of `vllm serve`, read by vLLM's parser in another process: vLLM's import takes seconds."""
+"""Flags of `vllm serve`, read by vLLM's parser in another process, because vLLM's import takes
+seconds."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 second.
 
 The wanted service is in the cluster's key-value store, and running processes are found by the names
-of their actors. So the controller can die at any time: Ray restarts it, and it continues.
+of their actors. The controller may therefore die at any time: Ray restarts it, and it continues.
 """
 
 from __future__ import annotations
@@ -124,6 +124,18 @@ class Controller:
         self._store(replace(now, spec=to, before=before, refused=""))
         self._scalers.clear()  # bounds and scaling rules may differ
 
+    async def down_s(self) -> float:
+        """Return how long `down` may take: the routers, then the others, each with its grace."""
+        found = await asyncio.gather(
+            *(
+                asyncio.wait_for(_answer(host.grace.remote()), _ANSWER_S)
+                for host in self._hosts.values()
+            ),
+            return_exceptions=True,  # an actor that does not answer is killed
+        )
+        longest = max((x for x in found if not isinstance(x, BaseException)), default=0.0)
+        return float(2 * (longest + _MARGIN_S + _ANSWER_S))
+
     async def down(self) -> None:
         """Stop all processes. Routers stop first, so that open requests finish on their workers."""
         self._main.cancel()
@@ -168,7 +180,7 @@ class Controller:
         routers = {x: self._states[x]["grpc"] for x in ready if x.startswith("router-")}
         addresses = sorted(routers.values())
         # A router that has not answered this controller yet may be serving. Until all have
-        # answered, no worker gets a list of routers, because it could lack that one.
+        # answered, no worker gets a list of routers, because the list could lack one.
         is_known = all(self._states[x] is not _PENDING for x in running if x.startswith("router-"))
         places = self._service.spec.warm_places()
         warm = {name for name in running if place_of(name) in places}
@@ -215,7 +227,7 @@ class Controller:
         """Return the dialer for connections to routers, with a worker's credentials."""
         section = next(iter(self._service.spec.workers.values())).section
         found = dialer(parse(WorkerConfig, section).access, "worker.access")
-        token = found.token or self._service.secrets.get("worker_token_file", "")
+        token = "" if found.tokens else self._service.secrets.get("worker_token_file", "")
         return dataclasses.replace(found, token=token)
 
     def _crash_loops(self, names: Iterable[str]) -> Iterator[w.CrashLoop]:
@@ -284,7 +296,7 @@ class Controller:
             self._states[name] = {**_PENDING, "failure": f"{type(error).__name__}"}
 
     def _remove_groups(self, keep: Collection[str]) -> dict[str, dict[str, Any]]:
-        """Remove all placement groups except those of processes in `keep`. Return the kept ones by
+        """Remove all placement groups except for processes in `keep`. Return the kept ones by
         process name."""
         kept = {}
         for group in ray.util.placement_group_table().values():

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pdserve.config import overlay
 from pdserve.deploy.local.groups import free_ports
 from pdserve.deploy.local.restarts import Restarts, death_reason
 from pdserve.deploy.ray.spec import write_process
@@ -56,9 +57,9 @@ class Host:
         self._followers: list[Any] = []
         self._doing, self._failure, self._lives = "starting", "", 0
         self._restarts = Restarts(max_restart_pause_s)
-        # Why it ended before it was first ready; "" if it has not, None once it was ready.
+        # Why it ended before it was first ready; "" if it has not ended, None once it was ready.
         self._broken: str | None = ""
-        self._ends_to_begin = False  # it is being restarted to change whether it is warm
+        self._ends_to_begin = False  # it restarts to become warm, or to stop being warm
         self._stopped = asyncio.Event()
         # The child is started from the event loop's thread, which lives as long as the actor. The
         # kernel kills a child when the thread that forked it ends.
@@ -187,9 +188,9 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def _with_followers(self, section: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Start the processes of the other nodes of a worker, or of the other ranks of a group, if
-        there are any. Yield the configuration with which the first one finds them. If one ends, all
-        end soon after. Their actors end with this one."""
+        """Start the processes of a worker's other nodes, or of a group's other ranks, if any. Yield
+        the configuration with which the first process finds them. If one ends, all end soon after.
+        Their actors end with this one."""
         count = self._spec.parts
         if count == 1:
             yield {}
@@ -213,17 +214,15 @@ class Host:
             if addresses.cancelled() or not addresses.done():
                 raise OSError("stopped while waiting for its other processes")
             self._nodes = [self._address, *addresses.result()]
-            shared = self._shared()
+            port = free_ports(self._address)
             ends = [
                 asyncio.create_task(
-                    _result(
-                        actor.run.remote({**section, **shared, **self._own(rank)}, self._routers)
-                    )
+                    _result(actor.run.remote({**section, **self._part(rank, port)}, self._routers))
                 )
                 for rank, actor in enumerate(actors, start=1)
             ]
             watching = asyncio.create_task(self._end_with(ends))
-            yield shared
+            yield self._part(0, port)
             await asyncio.wait(ends, timeout=_PARTS_END_S)
         finally:
             if watching is not None:
@@ -232,19 +231,13 @@ class Host:
             for actor in actors:
                 ray.kill(actor)
 
-    def _shared(self) -> dict[str, Any]:
-        """Return the configuration of all processes of this worker or group."""
-        port, count = free_ports(self._address), self._spec.parts
+    def _part(self, rank: int, port: int) -> dict[str, Any]:
+        """Return the configuration of one process of this worker or group: they meet at `port`."""
+        meeting = {"rank": rank, "address": self._address, "port": port}
         if self._spec.ranks == 1:
-            return {"nnodes": count, "master_addr": self._address, "master_port": port}
-        meeting = {"size": count, "group": self._name, "address": self._address, "port": port}
-        return {f"data_parallel_{key}": value for key, value in meeting.items()}
-
-    def _own(self, rank: int) -> dict[str, Any]:
-        """Return the configuration of a further process."""
-        if self._spec.ranks == 1:
-            return {"node_rank": rank}
-        return {"data_parallel_rank": rank, "worker_id": f"{self._name}.{rank}"}
+            return {"nodes": {"count": self._spec.parts, **meeting}}
+        group = {"size": self._spec.parts, "group": self._name, **meeting}
+        return {"data_parallel": group} | ({"worker_id": f"{self._name}.{rank}"} if rank else {})
 
     async def _end_with(self, others: Sequence[asyncio.Task[int]]) -> None:
         """Kill the first process when another one has ended, because it would wait for the other to
@@ -259,7 +252,7 @@ class Host:
         """Return the configuration with the keys that depend on the node."""
         section, at = self._spec.section, self._address
         if self._spec.command == "router":
-            return {**section, "http_host": at, "grpc_host": at}
+            return overlay(section, {"http.host": at, "grpc.host": at})
         routers = [f"file:{self._run_dir / 'routers'}"]
         kv = {**section["kv"], "host": at}
         ours = {"worker_id": self._name, "host": at, "kv": kv, "routers": routers}
@@ -278,8 +271,8 @@ class Host:
 
 
 class Follower:
-    """The actor of a worker's process on a further node, or of a further rank of a group. The actor
-    of the first one owns it, so both end together."""
+    """The actor of a worker's process on a further node, or of a further rank of a group. The first
+    actor owns it, so both end together."""
 
     def __init__(self, run_dir: Path, secrets: dict[str, str]) -> None:
         self._run_dir, self._secrets = run_dir, secrets

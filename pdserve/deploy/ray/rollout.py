@@ -14,7 +14,7 @@ _ROUTER = "router"
 
 
 class Steps(NamedTuple):
-    """Names of processes to start, and of those to stop."""
+    """Names of processes to start and to stop."""
 
     start: set[str]
     stop: set[str]

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pdserve.deploy.ray.spec import ServiceSpec
 
 _ANSWER_S = 30.0
-_DOWN_S = 300.0
 _LOOK_S = 0.5
 _KEEPS = ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")
 
@@ -169,7 +168,8 @@ def down() -> None:
     controller = _controller()
     for address in _addresses(status()):
         local.withdraw(address)
-    ray.get(controller.down.remote(), timeout=_DOWN_S)
+    limit_s = ray.get(controller.down_s.remote(), timeout=_ANSWER_S)
+    ray.get(controller.down.remote(), timeout=limit_s + _ANSWER_S)
     ray.kill(controller)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,10 +23,9 @@ from pdserve.config import (
     parse,
     ranks_of,
     refuse,
-    served_names,
     to_mapping,
 )
-from pdserve.deploy.local.specs import SCALED, router_configs
+from pdserve.deploy.local.specs import SCALED, ConfiguredPool, configured_pools, router_configs
 from pdserve.errors import ConfigError
 from pdserve.security.local import new_credentials, write_credentials, write_private
 from pdserve.types import Role
@@ -39,10 +39,10 @@ _MARGIN_S = 5.0  # added to the processes' own stop deadlines
 _DIGITS = 6
 _NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
 _SET_PER_NODE = {
-    "router": ("http_host", "grpc_host"),
+    "router": ("http.host", "grpc.host"),
     "worker": (
-        *("worker_id", "role", "host", "port", "debug_port", "routers", "cores", "gpus", "warm"),
-        *("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_size"),
+        *("worker_id", "role", "host", "port", "debug.port", "routers", "cores", "gpus", "warm"),
+        *("nodes.count", "nodes.rank", "nodes.address", "nodes.port", "data_parallel.size"),
     ),
 }
 
@@ -201,77 +201,76 @@ def service_spec(config: Config, *, cpus: float, gpus: int, strategy: str) -> Se
         f"router-{i}": ProcessSpec("router", to_mapping(x), x.stop_grace_s + _MARGIN_S, cpus=1.0)
         for i, x in enumerate(router_configs(config).values())
     }
-    drain_s = config.worker.drain_timeout_s + MOVE_S + UNPIN_S + _MARGIN_S
-    scaling, start_s = config.up.scaling, config.up.start_timeout_s
-    workers, models = dict[str, ProcessSpec](), dict[str, str]()
-    counts, bounds, warm = dict[str, int](), dict[str, tuple[int, int]](), dict[str, int]()
-    for i, model in enumerate(config.models):
-        at = f"up.models[{i}]" if config.up.models else "up"
-        name = served_names(model.model, model.model_names)[0]
-        for role, pool in model.by_role().items():
-            if pool.gpus:
-                refuse(f"{at}.{role}.gpus", "is not possible with --on ray, which chooses GPUs")
-            args = config.worker.engine_args | model.engine_args | pool.engine_args
-            ranks = ranks_of(args)
-            if gpus and ranks != gpus:
-                text = f"is {gpus:g}, but a {role} worker has {ranks} ranks"
-                refuse("--gpus-per-worker", text)
-            worker = replace(
-                config.worker,
-                model=model.model,
-                model_names=model.model_names,
-                adapters=model.adapters,
-                role=role,
-                engine_args=args,
-            )
-            # The key is part of the names of files and actors.
-            key = f"{role}-{_NOT_IN_NAMES.sub('_', name)}" if config.up.models else role.value
-            if key in workers:
-                refuse(at, f"{name} and {models[key]} are too much alike; set their model_names")
-            section, nnodes, size = to_mapping(worker), pool.nnodes, pool.data_parallel_size
-            # Check with placeholders: addresses are not known yet.
-            split = {"nnodes": nnodes, "master_addr": "node-0"}
-            split |= {"data_parallel_size": size, "data_parallel_group": "group"}
-            split |= {"data_parallel_address": "node-0"} if size > 1 else {}
-            if nnodes > 1 or size > 1:
-                try:
-                    parse(WorkerConfig, {**section, **split})
-                except ConfigError as error:
-                    key = "data_parallel_size" if size > 1 else "nnodes"
-                    refuse(f"{at}.{role}.{key}", error.message)
-            workers[key] = ProcessSpec(
-                command="worker",
-                section=section,
-                grace_s=drain_s,
-                cpus=cpus / nnodes,
-                gpus=gpus / nnodes,
-                nnodes=nnodes,
-                ranks=size,
-            )
-            models[key], counts[key] = name, pool.workers
-            if pool.most > pool.workers or (
-                scaling.to_zero_after_s and role in SCALED and pool.workers
-            ):
-                bounds[key] = (pool.workers, pool.most)
-            if isinstance(pool, ScaledRoleConfig) and pool.warm_workers:
-                warm[key] = pool.warm_workers
+    pools: dict[str, ConfiguredPool] = {}
+    for pool in configured_pools(config):
+        # The key is part of the names of files and actors.
+        name = f"{pool.role}-{_NOT_IN_NAMES.sub('_', pool.model)}"
+        key = name if config.up.models else pool.role.value
+        if (other := pools.get(key)) is not None:
+            text = f"{pool.model} and {other.model} are too much alike; set their model_names"
+            refuse(pool.at, text)
+        pools[key] = pool
+    scaling = config.up.scaling
     return ServiceSpec(
         routers=routers,
-        workers=workers,
-        models=models,
-        counts=counts,
-        bounds=bounds,
-        warm=warm,
+        workers={key: _worker_spec(pool, cpus, gpus) for key, pool in pools.items()},
+        models={key: pool.model for key, pool in pools.items()},
+        counts={key: pool.settings.workers for key, pool in pools.items()},
+        bounds={
+            key: (pool.settings.workers, pool.settings.most)
+            for key, pool in pools.items()
+            if _follows_load(pool, scaling)
+        },
+        warm={
+            key: pool.settings.warm_workers
+            for key, pool in pools.items()
+            if isinstance(pool.settings, ScaledRoleConfig) and pool.settings.warm_workers
+        },
         scaling=scaling,
         strategy=strategy,
         cpus=cpus,
         gpus=gpus,
-        start_s=start_s,
+        start_s=config.up.start_timeout_s,
         max_restart_pause_s=config.up.max_restart_pause_s,
     )
 
 
+def _worker_spec(pool: ConfiguredPool, cpus: float, gpus: int) -> ProcessSpec:
+    """Return the spec of the workers of a pool. Raises ConfigError."""
+    at, settings, worker = f"{pool.at}.{pool.role}", pool.settings, pool.worker
+    if settings.gpus:
+        refuse(f"{at}.gpus", "is not possible with --on ray, which chooses GPUs")
+    ranks = ranks_of(worker.engine_args)
+    if gpus and ranks != gpus:
+        text = f"is {gpus:g}, but a {pool.role} worker has {ranks} ranks"
+        refuse("--gpus-per-worker", text)
+    section, nnodes, size = to_mapping(worker), settings.nnodes, settings.data_parallel_size
+    # Check with placeholders: addresses are not known yet.
+    group = {"size": size, "group": "group"} | ({"address": "node-0"} if size > 1 else {})
+    split = {"nodes": {"count": nnodes, "address": "node-0"}, "data_parallel": group}
+    if nnodes > 1 or size > 1:
+        try:
+            parse(WorkerConfig, {**section, **split})
+        except ConfigError as error:
+            refuse(f"{at}.{'data_parallel_size' if size > 1 else 'nnodes'}", error.message)
+    return ProcessSpec(
+        command="worker",
+        section=section,
+        grace_s=worker.drain_timeout_s + MOVE_S + UNPIN_S + _MARGIN_S,
+        cpus=cpus / nnodes,
+        gpus=gpus / nnodes,
+        nnodes=nnodes,
+        ranks=size,
+    )
+
+
+def _follows_load(pool: ConfiguredPool, scaling: ScalingConfig) -> bool:
+    """Return True if the number of workers of a pool changes with the load."""
+    workers, to_zero = pool.settings.workers, scaling.to_zero_after_s
+    return pool.settings.most > workers or bool(to_zero and pool.role in SCALED and workers)
+
+
 def _refuse_set(name: str, section: Any, default: Any) -> None:
     for key in _SET_PER_NODE[name]:
-        if getattr(section, key) != getattr(default, key):
+        if attrgetter(key)(section) != attrgetter(key)(default):
             refuse(f"{name}.{key}", "is set by `pdserve up --on ray`; remove it")

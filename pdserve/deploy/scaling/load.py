@@ -29,8 +29,8 @@ _AWAY = ("lost", "left", "crash-looping")
 class Load:
     """The load of a model. `needs`: number of workers that the load of each role keeps busy.
     `streams`: open streams by worker. `ready`: workers, of any model, that are ready at every
-    router. `on_demand`: every router lists the model as one that may have no worker, whose requests
-    then wait. `on_demand_somewhere`: at least one router does."""
+    router. `on_demand`: every router has the model in `router.on_demand_models`, so that requests
+    wait while it has no worker. `on_demand_somewhere`: at least one router does."""
 
     needs: Mapping[Role, float]
     streams: Mapping[str, int]
@@ -88,8 +88,8 @@ class RouterLoads:
 
 
 def _streams(entry: w.WorkerEntry) -> int:
-    """Return the open streams of a worker from its own report, or those of this router if it has
-    not reported."""
+    """Return the open streams of a worker, as it reports or, before its first report, as this
+    router counts."""
     if entry.HasField("load"):
         return entry.load.num_running_reqs + entry.load.num_waiting_reqs
     return entry.outstanding_requests

@@ -2,7 +2,7 @@
 
 The unit of a need is workers: a need of 1.5 keeps one and a half workers busy. Needs include the
 SLOs, because the need of decode is measured against the TPOT limit
-(`router/operations/autoscaler.py`). The scaler changes totals; `router.roles.auto` moves workers
+(`router/control/autoscaler.py`). The scaler changes totals; `router.roles.auto` moves workers
 between roles at a fixed total. Use only one of them.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdserve.config import ScalingConfig
     from pdserve.types import Role
 
-# Prevents that a rounding error adds a worker.
+# Prevents a rounding error from adding a worker.
 _SLACK = 1e-9
 
 

@@ -79,11 +79,11 @@ async def _ask_one(
             raise type(found)(f"router {router}: {found.message}", field=found.field) from error
 
 
-def _add(figures: RevisionFigures, told: a.Revision) -> None:
+def _add(figures: RevisionFigures, report: a.Revision) -> None:
     """Add the report of one more router."""
-    ready = dict(told.ready)
+    ready = dict(report.ready)
     if figures.shares:
         ready = {role: min(n, figures.ready.get(role, 0)) for role, n in ready.items()}
     figures.ready = ready
-    figures.shares.append(told.share if told.HasField("share") else None)
-    figures.counts.update(told.counts)
+    figures.shares.append(report.share if report.HasField("share") else None)
+    figures.counts.update(report.counts)

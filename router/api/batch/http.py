@@ -20,13 +20,17 @@ from pdserve.errors import (
     RequestTooLarge,
 )
 from pdserve.net.http_server import MIN_BYTES_PER_S, FileDownload, send_chunks
-from router.api.dialects.fields import Body, read
-from router.api.handling import TENANT, json_response, read_body
+from router.api.http_request import TENANT, json_response, read_body
+from router.dialects.fields import Body, read
+from router.placement.residency import ANYWHERE
+from router.steps.ledger import NO_LEDGER
 from router.store.batches import OPEN, Status
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Collection, Iterator, Sequence
 
+    from router.placement.residency import Residency
+    from router.steps.ledger import ResidencyLedger
     from router.store.batches import BatchStore, StoredBatch
     from router.store.contents import Upload
     from router.store.files import FileStore, StoredFile
@@ -93,8 +97,11 @@ class BatchApi:
         max_file_bytes: int,
         endpoints: Collection[str],
         upload_pause_s: float = UPLOAD_PAUSE_S,
+        residency: Residency = ANYWHERE,
+        ledger: ResidencyLedger = NO_LEDGER,
     ) -> None:
         self._files, self._batches = files, batches
+        self._residency, self._ledger = residency, ledger
         self._max_file_bytes = max_file_bytes
         self._endpoints = endpoints
         self._upload_pause_s = upload_pause_s
@@ -105,8 +112,11 @@ class BatchApi:
     async def upload(self, request: web.BaseRequest) -> web.Response:
         if not request.content_type.startswith("multipart/"):
             raise InvalidRequest("the body must be multipart/form-data", field="content-type")
+        self._residency.check_store(request[TENANT], "file")
         with self._entered(request[TENANT]):
-            return json_response(_file(await self._receive_form(request)))
+            file = await self._receive_form(request)
+            self._ledger.stored(request[TENANT], file.id, "file", file.bytes)
+            return json_response(_file(file))
 
     @contextmanager
     def _entered(self, tenant: str) -> Iterator[None]:
@@ -200,6 +210,7 @@ class BatchApi:
     # Batches.
 
     async def create(self, request: web.BaseRequest) -> web.Response:
+        self._residency.check_store(request[TENANT], "input_file_id")
         wanted = read(CreateBatchRequest, await read_body(request))
         if wanted.endpoint not in self._endpoints:
             text = f"'endpoint' must be one of {', '.join(self._endpoints)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import secrets
 from collections import Counter, deque
@@ -23,7 +24,7 @@ from router.store.database import StoreUnavailable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from router.api.handling import AnsweredLine
+    from router.api.answer_sinks import AnsweredLine
     from router.store.batches import BatchStore, StoredBatch
     from router.store.files import FileStore
 
@@ -335,6 +336,8 @@ def _numbered(file: IO[bytes], most: int) -> Iterator[tuple[int, bytes]]:
     for number in count(1):
         if not (text := file.readline(most + 1)):
             return
+        if number == 1:
+            text = text.removeprefix(codecs.BOM_UTF8)
         rest = text
         while len(rest) > most and not rest.endswith(b"\n"):
             rest = file.readline(most + 1)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from msgspec import structs
 
 from pdserve import wire
 from pdserve.errors import (
@@ -28,16 +29,19 @@ from pdserve.errors import (
     PermissionDenied,
 )
 from pdserve.types import Role  # noqa: TC001 - msgspec reads the annotations
-from router.api.console.views import Viewer
-from router.api.dialects.fields import Body, encode, read
-from router.api.handling import EVENT_STREAM, authorization_of, json_response, read_body
+from router.api.answer_sinks import EVENT_STREAM
+from router.api.audit import http_caller
+from router.api.console.views import Viewer, explain
+from router.api.http_request import authorization_of, json_response, read_body
+from router.dialects.fields import Body, encode, read
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from router.api.auth import Keys
-    from router.api.console.views import Sources
-    from router.api.open_requests import OpenRequests
+    from pdserve.observe.audit import Caller
+    from router.api.shared import SharedParts
+    from router.control.open import WorkerControl
+    from router.request_path import RequestPath
 
 PERIOD_S = 0.25
 MAX_VIEWERS = 16
@@ -62,11 +66,12 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+_DRAIN_S = 30.0  # timeout of a drain without one
 
 
 class DrainBody(Body, kw_only=True):
     worker_id: str
-    timeout_s: float = 30.0
+    timeout_s: float | None = None
 
 
 class UndrainBody(Body, kw_only=True):
@@ -76,21 +81,28 @@ class UndrainBody(Body, kw_only=True):
 class RoleBody(Body, kw_only=True):
     worker_id: str
     role: Role
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: float | None = None
+
+
+_ACTIONS: dict[str, type[DrainBody | UndrainBody | RoleBody]] = {
+    "drain": DrainBody,
+    "undrain": UndrainBody,
+    "role": RoleBody,
+}
 
 
 class Console:
     """State: the number of open pages."""
 
-    def __init__(self, sources: Sources, keys: Keys, open_requests: OpenRequests) -> None:
-        self._sources = sources
-        self._keys = keys
-        self._open_requests = open_requests
+    def __init__(self, path: RequestPath, control: WorkerControl, shared: SharedParts) -> None:
+        self._path, self._control = path, control
+        self._keys, self._audit = shared.keys, shared.audit
+        self._open_requests = shared.open_requests
         self._viewers = 0
 
     async def handle(self, request: web.BaseRequest, name: str = "") -> web.StreamResponse:
         """Answer a request for /console/NAME. Raises PdserveError."""
-        acts = name in ("drain", "undrain", "role")
+        acts = name in _ACTIONS
         if self._keys.admin_is_open:
             if acts:
                 keys = "set router.access.admin_keys"
@@ -105,11 +117,12 @@ class Console:
             )
         self._keys.check_admin(authorization_of(request))
         if acts:
-            return await self._stream(request, self._act(name, await read_body(request)))
+            events = self._act(name, await read_body(request), http_caller(request))
+            return await self._stream(request, events)
         if name == "events":
             return await self._stream(request, self._events())
         head, _, request_id = name.partition("/")
-        if head == "requests" and (found := self._sources.explain(request_id)):
+        if head == "requests" and (found := explain(self._path.decisions, request_id)):
             return json_response(found)
         raise NotFound(f"nothing is kept at {request.path}")
 
@@ -135,7 +148,7 @@ class Console:
             raise Overloaded(f"{MAX_VIEWERS} consoles are open", retry_after_s=5.0)
         self._viewers += 1
         try:
-            viewer = Viewer(self._sources)
+            viewer = Viewer(self._path, self._control)
             hello = {**viewer.hello(time.time()), "read_only": self._keys.admin_is_open}
             yield {"hello": {**hello, "needs_key": not self._keys.is_open}}
             while not self._open_requests.is_stopping:
@@ -144,25 +157,33 @@ class Console:
         finally:
             self._viewers -= 1
 
-    async def _act(self, name: str, data: bytes) -> AsyncGenerator[dict[str, Any], None]:
+    async def _act(
+        self, name: str, data: bytes, caller: Caller
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Perform an action and yield its progress; the last event has `done`."""
-        sources = self._sources
-        if name == "drain":
-            body = read(DrainBody, data)
-            worker_id, timeout_s = body.worker_id, body.timeout_s
-            steps = sources.drainer.drain(worker_id, timeout_s=timeout_s, force=False, stop=False)
-            async with aclosing(steps):
-                async for step in steps:
-                    yield wire.json_object(step)
-        elif name == "undrain":
-            await sources.drainer.undrain(read(UndrainBody, data).worker_id)
-            yield {"done": True}
-        else:
-            asked = read(RoleBody, data)
-            changed = await sources.changer.change(
-                asked.worker_id, asked.role, drain_timeout_s=asked.drain_timeout_s
-            )
-            yield {**wire.json_object(changed), "done": True}
+        control = self._control
+        body = read(_ACTIONS[name], data)
+        with self._audit.action(caller, name, **structs.asdict(body)) as line:
+            match body:
+                case DrainBody():
+                    steps = control.drainer.drain(
+                        body.worker_id,
+                        timeout_s=body.timeout_s or _DRAIN_S,
+                        force=False,
+                        stop=False,
+                    )
+                    async with aclosing(steps):
+                        async for step in steps:
+                            yield wire.json_object(step)
+                case RoleBody():
+                    changed = await control.changer.change(
+                        body.worker_id, body.role, drain_timeout_s=body.drain_timeout_s or _DRAIN_S
+                    )
+                    line["result"] = changed.failure or "ok"
+                    yield {**wire.json_object(changed), "done": True}
+                case _:
+                    await control.drainer.undrain(body.worker_id)
+                    yield {"done": True}
 
 
 async def _send(

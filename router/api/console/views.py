@@ -5,39 +5,34 @@ Nothing here runs unless a console is open. All times are in seconds on the even
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from pdserve import __version__
-from pdserve.observe.explanation import details, outcome, predicted, scores, total
+from pdserve.observe.explanation import chosen, details, outcome, predicted, scores, total
 from pdserve.types import Role
+from router.fleet.view import pair_views, worker_views
+from router.placement.cost import ADVICE
 from router.placement.decisions import explained
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pdserve.config import SloConfig
     from pdserve.v1 import admin_pb2 as a
-    from router.admission import AdmissionController
-    from router.fleet.member import Member
-    from router.fleet.on_demand import OnDemandModels
-    from router.fleet.registry import Fleet
-    from router.operations.autoscaler import Verdict
-    from router.operations.drain import Drainer, RoleChanger
-    from router.placement.cost import CostModel, Latency
+    from router.control.autoscaler import Verdict
+    from router.control.open import WorkerControl
+    from router.fleet.view import PairView, WorkerView
+    from router.placement.cost import Latency
     from router.placement.decisions import DecisionLog
-    from router.request.record import RequestLog, RequestRecord
-    from router.request.sessions import Sessions
+    from router.request_path import RequestPath
+    from router.walk import RequestRecord
 
     Row = dict[str, Any]
 
 # Requests in one message to a viewer: encoding more would delay tokens.
 MAX_ROWS = 500
-MODELS_EVERY_S = 2.0  # and sessions
-MAX_SESSIONS = 100  # in one message
+MODELS_EVERY_S = 2.0  # also sessions
+MAX_SESSIONS = 100  # per message
 _GPU = (
     *("index", "name", "temperature_c", "memory_used_bytes", "memory_total_bytes"),
     *("utilization_percent", "power_w", "throttled_by", "fault"),
@@ -51,37 +46,22 @@ _IF_SET = (
 _OF_SESSION = ("used", "turns", "prompt_tokens", "cached_tokens", "recomputed_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Parts of the router that the console reads."""
-
-    fleet: Fleet
-    log: RequestLog
-    decisions: DecisionLog
-    admission: AdmissionController
-    costs: CostModel
-    verdicts: Mapping[str, Verdict]
-    changer: RoleChanger
-    drainer: Drainer
-    slo: SloConfig
-    on_demand: OnDemandModels | None
-    sessions: Sessions
-
-    def explain(self, request_id: str) -> Row | None:
-        """Return a request's placement decisions in words, or None if none are kept."""
-        found = self.decisions.of(request_id)
-        if not found:
-            return None
-        return {"id": request_id, "decisions": [*map(_decision, explained(found).decisions)]}
+def explain(decisions: DecisionLog, request_id: str) -> Row | None:
+    """Return a request's placement decisions in words, or None if none are kept."""
+    found = explained(decisions.of(request_id), decisions.chosen.of(request_id))
+    if not found.decisions:
+        return None
+    choices = [chosen(x) for x in found.choices]
+    return {"id": request_id, "choices": choices, "decisions": [*map(_decision, found.decisions)]}
 
 
 class Viewer:
     """One open page. State: the values last sent to it."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    def __init__(self, path: RequestPath, control: WorkerControl) -> None:
+        self._path, self._control, self._fleet = path, control, path.workers.fleet
         self._open: dict[RequestRecord, tuple[object, ...]] = {}
-        self._ended = max(0, sources.log.ended_count - len(sources.log.ended))
+        self._ended = max(0, path.log.ended_count - len(path.log.ended))
         self._workers: dict[str, Row] = {}
         self._steps_at: dict[str, float] = {}
         self._pairs: list[Row] = []
@@ -92,40 +72,29 @@ class Viewer:
 
     def hello(self, unix_time_s: float) -> Row:
         """Return the values that never change."""
-        sources = self._sources
         return {
             "version": __version__,
-            "now": sources.fleet.now(),
+            "now": self._fleet.now(),
             "unix_time_s": unix_time_s,
-            "slo": structs.asdict(sources.slo),
-            "kept": sources.log.ended.maxlen,
+            "slo": structs.asdict(self._path.costs.slo),
+            "kept": self._path.log.ended.maxlen,
         }
 
     def changes(self) -> Row:
         """Return the values that have changed since the last call."""
-        sources = self._sources
-        fleet, now = sources.fleet, sources.fleet.now()
+        path, fleet, now = self._path, self._fleet, self._fleet.now()
         found: Row = {
             "now": now,
             "open": self._open_requests(),
             "ended": self._ended_requests(),
-            "running": sources.admission.running,
-            "queued": sources.admission.queued,
+            "running": path.admission.running,
+            "queued": path.admission.queued,
         }
         before, self._workers = self._workers, self._rows_of_workers()
         found["workers"] = [x for name, x in self._workers.items() if x != before.get(name)]
         found["gone"] = [name for name in before if name not in self._workers]
         found["steps"] = self._steps()
-        pairs = [
-            {
-                "prefill": pair[0],
-                "decode": pair[1],
-                "ejected": breaker.until is not None,
-                "reason": breaker.reason,
-                "failures": breaker.failures,
-            }
-            for pair, breaker in fleet.outliers.breakers.items()
-        ]
+        pairs = [_pair(pair) for pair in pair_views(fleet)]
         if pairs != self._pairs:
             found["pairs"] = self._pairs = pairs
         if now - self._models_at >= MODELS_EVERY_S:
@@ -133,7 +102,7 @@ class Viewer:
             models = [self._model(x) for x in sorted(fleet.models())]
             if models != self._models:
                 found["models"] = self._models = models
-            texts = () if sources.on_demand is None else sources.on_demand.texts()
+            texts = () if path.on_demand is None else path.on_demand.texts()
             on_demand = [{"model": model, "text": text} for model, text in texts]
             if on_demand != self._on_demand:
                 found["on_demand"] = self._on_demand = on_demand
@@ -143,7 +112,7 @@ class Viewer:
         return found
 
     def _last_sessions(self) -> Row:
-        sessions = self._sources.sessions
+        sessions = self._path.sessions
         return {
             "count": len(sessions),
             "rows": [
@@ -163,7 +132,7 @@ class Viewer:
         """Return the open requests that are new or have progressed."""
         found: list[Row] = []
         before, self._open = self._open, {}
-        for record in self._sources.log.open:
+        for record in self._path.log.open:
             answers = record.answers
             first = [x.first_token_at for x in answers if x.first_token_at is not None]
             streams = sum(len(x.streams) for x in answers)
@@ -180,7 +149,7 @@ class Viewer:
         return found
 
     def _ended_requests(self) -> list[Row]:
-        log = self._sources.log
+        log = self._path.log
         first_kept = log.ended_count - len(log.ended)
         start = max(self._ended, first_kept) - first_kept
         records = list(islice(log.ended, start, start + MAX_ROWS))
@@ -188,15 +157,14 @@ class Viewer:
         return [_request(record) for record in records]
 
     def _rows_of_workers(self) -> dict[str, Row]:
-        changing = self._sources.changer.changing
-        members = self._sources.fleet.shown()
-        return {name: _worker(x, changing) for name, x in members.items()}
+        changing = self._control.changer.changing
+        return {x.info.worker_id: _worker(x, changing) for x in worker_views(self._fleet)}
 
     def _steps(self) -> dict[str, list[tuple[float, float, int, int]]]:
         """Return the new engine steps of each worker: end, duration, prompt tokens, decoding
         requests."""
         found = {}
-        for name, member in self._sources.fleet.members.items():
+        for name, member in self._fleet.members.items():
             recent, at = member.reported.recent_steps, member.reported.recent_steps_at
             if recent is None or self._steps_at.get(name) == at:
                 continue
@@ -209,21 +177,23 @@ class Viewer:
         return found
 
     def _model(self, name: str) -> Row:
-        costs, verdict = self._sources.costs, self._sources.verdicts.get(name)
+        costs, verdicts = self._path.costs, self._control.autoscaler.verdicts
+        roles = verdicts.get(name)
         both = costs.counterfactual(name)
+        verdict = None if both is None else costs.verdict(*both)
         return {
             "name": name,
-            "disaggregation": costs.disaggregation(name),
-            "helps": None if both is None else costs.prefers(*both),
+            "verdict": verdict,
+            "advice": None if verdict is None else ADVICE[verdict],
             "split": None if both is None else _latency(both[0]),
             "aggregated": None if both is None else _latency(both[1]),
             "roles": None
-            if verdict is None
+            if roles is None
             else {
-                "text": verdict.text,
-                "stance": verdict.stance,
-                "prefill": _load(verdict, Role.PREFILL),
-                "decode": _load(verdict, Role.DECODE),
+                "text": roles.text,
+                "stance": roles.stance,
+                "prefill": _load(roles, Role.PREFILL),
+                "decode": _load(roles, Role.DECODE),
             },
         }
 
@@ -258,32 +228,45 @@ def _request(record: RequestRecord) -> Row:
         if value := getattr(record, name):
             found[name] = value
     if record.receipt is not None:
-        found["receipt"], found["usage"] = record.receipt, record.usage
+        # `receipt` means that the answer is complete.
+        name = "partial_receipt" if record.is_partial else "receipt"
+        found[name], found["usage"] = record.receipt, record.usage
+    if record.ttft_met is not None:
+        found["ttft_met"] = record.ttft_met
     return found
 
 
-def _worker(member: Member, changing: str) -> Row:
-    info, report, breaker = member.info, member.reported, member.breaker
-    load = report.load
+def _pair(view: PairView) -> Row:
+    return {
+        "prefill": view.prefill,
+        "decode": view.decode,
+        "ejected": view.is_ejected,
+        "reason": view.breaker.reason,
+        "failures": view.breaker.failures,
+    }
+
+
+def _worker(view: WorkerView, changing: str) -> Row:
+    info, load = view.info, view.load
     found: Row = {
         "id": info.worker_id,
         "role": info.role.value,
         "model": info.model.name,
-        "state": "changing role" if changing == info.worker_id else member.state.value,
-        "why": member.gone or report.unhealthy or (breaker.reason if member.suspended else ""),
+        "state": "changing role" if changing == info.worker_id else view.state.value,
+        "reason": view.reason,
         "engine": info.engine,
         "where": "/".join(info.topology.values()),
         "max_num_seqs": info.limits.max_num_seqs,
         "total_blocks": info.total_blocks,
-        "placed": member.placed.outstanding_requests,
-        "gpus": [{name: getattr(gpu, name) for name in _GPU} for gpu in report.gpus],
+        "placed": view.placed_requests,
+        "gpus": [{name: getattr(gpu, name) for name in _GPU} for gpu in view.gpus],
     }
     if load is not None:
         found["running"], found["waiting"] = load.num_running_reqs, load.num_waiting_reqs
         found["kv_usage"] = round(load.kv_cache_usage, 4)
-    if report.kv is not None:
-        found["links"] = report.kv.links
-        found["failures"] = report.kv.totals.get("failures", 0.0)
+    if view.kv is not None:
+        found["links"] = view.kv.links
+        found["failures"] = view.kv.totals.get("failures", 0.0)
     return found
 
 

@@ -42,6 +42,8 @@ async def test_a_replay_is_printed_kept_and_printed_again(
     assert "trace chat (azure format)" in notes
     assert bench("report", str(out)) == 0
     assert capsys.readouterr().out == text
+    assert bench("report", str(tmp_path)) == 0
+    assert capsys.readouterr().out == text
     assert bench("report", str(out), "--json") == 0
     assert json.loads(capsys.readouterr().out)["summary"]["slo"]["attainment"] == 1.0
     assert bench("report", str(out), "--html", str(tmp_path / "x.html")) == 2

@@ -18,6 +18,7 @@ from benchmarks.progress import Progress
 from benchmarks.replay import ReplayResult, ReplaySettings, parse, run_replay
 from benchmarks.workload import Shape
 from tests.support.fake_openai import FakeOpenAI
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -141,7 +142,7 @@ async def test_a_bad_answer_is_recorded_as_such(fault: str) -> None:
     async with server.serve():
         result = await replayed(server, drain_timeout_s=0.5 if fault == "hang" else 60.0)
         if fault == "hang":
-            await asyncio.wait_for(server.client_left.wait(), 10)
+            await asyncio.wait_for(server.client_left.wait(), WAIT_S)
     expected = "timed_out" if fault == "hang" else "failed"
     assert sorted(r.status for r in result.records) == sorted(["ok"] * 5 + [expected])
 

@@ -34,7 +34,7 @@ def test_an_answer_of_one_token_meets_a_limit_on_later_ones() -> None:
     [
         ((1, 1, 1), 0.05, None),
         ((2, 1, 1), 0.0, "1 requests had chunks of several tokens"),
-        (None, None, "chunks of 1 requests do not tell how many tokens they hold"),
+        (None, None, "chunks of 1 requests do not report their number of tokens"),
     ],
 )
 def test_gaps_between_chunks_count_as_gaps_between_tokens_only_if_they_are(

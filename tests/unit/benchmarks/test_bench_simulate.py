@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.replay import ReplayResult
 
 COSTS = Costs(step_s=0.01, prefill_s=0.0001, decode_s=0.0, transfer_s=0.005)
-SHORT = Shape(scale_lengths=Fraction(1, 16))
+SHORT = Shape(scale_lengths=Fraction(1, 32))
 
 
 def simulated(**changes: Any) -> ReplayResult:
@@ -159,7 +159,7 @@ def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
 def planner(**changes: Any) -> Planner:
     values: dict[str, Any] = {
         "costs": COSTS,
-        "requests": 30,
+        "requests": 15,
         "rate_per_s": 40.0,
         "max_num_seqs": 8,
         "slo_s": {"ttft": 0.5, "tpot": 0.1},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.kv_pair import TRANSPORTS, KvWorkers, open_files, own_threads
+from tests.support.kv_pair import TRANSPORTS, KvWorkers, open_files, own_threads, tls_files
+from tests.support.pki import Ca
 from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
@@ -28,10 +29,26 @@ def clean() -> Iterator[None]:
         assert time.monotonic() < end, (own_threads(), open_files(), before)
 
 
-@pytest.fixture(params=TRANSPORTS)
-def kv_workers(request: pytest.FixtureRequest, clean: None) -> Iterator[KvWorkers]:
-    """Yield a factory of workers for each transport in turn."""
-    made = KvWorkers(TRANSPORTS[request.param])
+@pytest.fixture(scope="session")
+def encrypted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of workers that encrypt KV."""
+    return {"tls": True, **tls_files(Ca(tmp_path_factory.mktemp("pki")))}
+
+
+@pytest.fixture(params=[*TRANSPORTS, "tls"])
+def kv_workers(
+    request: pytest.FixtureRequest, encrypted: dict[str, Any], clean: None
+) -> Iterator[KvWorkers]:
+    """Yield a factory of workers for each transport in turn, and for encrypted TCP."""
+    is_tls = request.param == "tls"
+    made = KvWorkers(TRANSPORTS["tcp" if is_tls else request.param], **encrypted if is_tls else {})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tls_workers(encrypted: dict[str, Any], clean: None) -> Iterator[KvWorkers]:
+    made = KvWorkers(TRANSPORTS["tcp"], **encrypted)
     yield made
     made.close()
 

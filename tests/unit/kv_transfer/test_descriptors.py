@@ -82,7 +82,7 @@ def test_the_descriptor_leads_to_the_memory_and_cannot_be_written(
 def test_a_process_without_the_key_or_the_token_gets_nothing(
     make: Callable[..., Descriptors], memory: SharedMemory, tmp_path: Path
 ) -> None:
-    (tmp_path / "token").write_text("worker-secret")
+    (tmp_path / "token").write_text("s" * 40)
     producer = make(token_file=str(tmp_path / "token"))
     producer.share(memory.path)
     for other, key in ((make(token_file=str(tmp_path / "token")), b"x" * 16), (make(), b"")):

@@ -4,6 +4,7 @@ memory."""
 
 from __future__ import annotations
 
+import select
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.cache.host_memory import KvRegion
+from kv_transfer.errors import KvTransferError
 from kv_transfer.vllm.step import ProducerEnded, ProducerProgress
 from tests.support.kv_pair import (
     FROM,
@@ -147,6 +149,27 @@ def test_nothing_is_copied_before_the_gpu_has_filled_the_cache_with_zeros(
     monkeypatch.setattr(KvRegion, "step_end", lambda _: end)
     tcp_workers.worker()
     assert did == ["zeroed", "copied", "copied"]
+
+
+def test_a_thread_that_fails_ends_the_engine_when_it_takes_results(
+    kv_workers: KvWorkers, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each hand-over would time out, and its blocks stay taken, while steps go on. The thread
+    wakes an engine that is idle."""
+    source, target = gpu._worker, kv_workers.worker()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.step(progress=[ProducerProgress("t", [FROM[:1]], 4)])
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(source.driver.producer, "progress", fail)
+    source.driver.wakeup.clear()
+    gpu.run()
+    assert select.select([source.driver.wakeup], [], [], WAIT_S)[0]
+    with pytest.raises(KvTransferError, match="can't start new thread"):
+        source.half.take_results()
 
 
 @pytest.mark.parametrize("has_draft_kv", [True, False])

@@ -99,6 +99,49 @@ def test_layers_in_another_order_are_another_layout() -> None:
     assert key(("a", "b", "c")) != key(("b", "a"), ("c",))
 
 
+RULES = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings")
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differing"),
+    [
+        ({}, {}, set()),
+        ({"rope_theta": 1e4}, {"rope_theta": 1e6}, {"config rope_parameters"}),
+        ({"rope_type": "default"}, YARN, {"config rope_parameters"}),
+        ({"sliding_window": 4096}, {"sliding_window": None}, {"config sliding_window"}),
+        (
+            {"layer_types": ["full"] * 9},
+            {"layer_types": ["full"] * 8 + ["x"]},
+            {"config layer_types"},
+        ),
+        ({"max_model_len": 4096}, {"max_model_len": 16384}, set()),
+        ({**LONG, "max_model_len": 4096}, {**LONG, "max_model_len": 16384}, {"long factors"}),
+    ],
+)
+def test_other_positions_are_another_layout_and_are_named(
+    ours: dict[str, Any], theirs: dict[str, Any], differing: set[str]
+) -> None:
+    """Equal shapes and weights, but keys that are rotated elsewhere, or other layers that see all
+    tokens."""
+
+    def layout(given: dict[str, Any], draft: bool = False) -> dict[str, str]:
+        rope = {name: value for name, value in given.items() if name in RULES}
+        rest = {name: value for name, value in given.items() if name not in rope}
+        limit = rest.pop("max_model_len", 4096)
+        text = SimpleNamespace(**vars(MODEL.hf_text_config), rope_parameters=rope, **rest)
+        changed = SimpleNamespace(**{**vars(MODEL), "hf_text_config": text, "max_model_len": limit})
+        drafts = SimpleNamespace(method="mtp", draft_model_config=changed) if draft else None
+        main = MODEL if draft else changed
+        made: Any = SimpleNamespace(model_config=main, speculative_config=drafts)
+        return describe(made, joined([[held("a")]]))
+
+    one, other = layout(ours), layout(theirs)
+    assert {x for x in {**one, **other} if one.get(x) != other.get(x)} == differing
+    assert (layout(ours, True) == layout(theirs, True)) == (not differing)
+
+
 @pytest.mark.parametrize(
     ("spec", "name"),
     [

@@ -62,11 +62,15 @@ def splits(draw: st.DrawFn, totals: list[int]) -> list[tuple[int, ...]]:
     producer_tp=SIZES,
     consumer_tp=SIZES,
     heads=st.lists(SIZES, min_size=1, max_size=3),
-    transfer_id=st.text(max_size=8),
+    names=st.tuples(st.text(max_size=8), st.text(max_size=8)),
     data=st.data(),
 )
 def test_each_consumer_rank_reads_each_head_of_its_layers_once_from_a_rank_that_holds_it(
-    producer_tp: int, consumer_tp: int, heads: list[int], transfer_id: str, data: st.DataObject
+    producer_tp: int,
+    consumer_tp: int,
+    heads: list[int],
+    names: tuple[str, str],
+    data: st.DataObject,
 ) -> None:
     """Groups may differ in their number of heads and layers."""
     totals = data.draw(st.lists(st.integers(1, 5), min_size=len(heads), max_size=len(heads)))
@@ -78,7 +82,7 @@ def test_each_consumer_rank_reads_each_head_of_its_layers_once_from_a_rank_that_
     for own in consumers:
         filled: list[list[tuple[int, int]]] = [[] for _ in heads]
         ranks = own.ranks_of(len(producers), told)
-        for read in own.reads(ranks, transfer_id):
+        for read in own.reads(ranks, names):
             holder = producers[read.producer_rank]
             for each in read.groups:
                 part, group = each.part, each.part.group
@@ -102,7 +106,7 @@ def test_each_consumer_rank_reads_each_head_of_its_layers_once_from_a_rank_that_
         assert [sorted(each) for each in filled] == [
             list(itertools.product(shard.layers, shard.heads)) for shard in own.shards
         ]
-        declined += own.declines(ranks, transfer_id)
+        declined += own.declines(ranks, names)
     for rank, counts in readers.items():
         assert counts == [len(counts)] * len(counts)
         assert declined.count(rank) == (not counts)
@@ -110,8 +114,10 @@ def test_each_consumer_rank_reads_each_head_of_its_layers_once_from_a_rank_that_
     assert sorted(notified) == list(range(len(producers)))
 
 
-def test_replicas_share_the_work_by_transfer() -> None:
-    read = {plan(1, [1]).reads(one_stage(4), f"transfer-{n}")[0].producer_rank for n in range(40)}
+def test_replicas_share_the_work_by_pairs_of_workers() -> None:
+    """All transfers of a pair use the same ranks: each pair of ranks needs a communicator."""
+    names = [(f"d-{n}", "p") for n in range(40)]
+    read = {plan(1, [1]).reads(one_stage(4), name)[0].producer_rank for name in names}
     assert read == {0, 1, 2, 3}
 
 
@@ -141,7 +147,7 @@ def test_heads_and_layers_that_are_not_held_are_refused(heads: list[int]) -> Non
 
 def test_a_number_of_ranks_that_cannot_share_the_heads_is_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="4 KV heads cannot be split over 3 ranks"):
-        plan(1, [4]).reads(one_stage(3), "t")
+        plan(1, [4]).reads(one_stage(3), ("d", "p"))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class World(RuleBasedStateMachine):
         self.producer: Producer[SimLink] = Producer(
             plan=CopyPlan(tuple(Shard(1, 16, group, (1,)) for group in GROUPS)),
             chunk_blocks={0: 2, 1: 1, 2: 1},
-            lease_s=LEASE_S,
+            hold_s=LEASE_S,
             heartbeat_s=5.0,
         )
         self.consumer: Consumer[SimLink] = Consumer(RECEIVE_S)
@@ -461,7 +461,7 @@ def test_a_stage_with_only_windows_may_have_no_block_to_send() -> None:
     producer: Producer[str] = Producer(
         plan=CopyPlan((Shard(1, 16, chunk, (1,)),)),
         chunk_blocks={0: 1},
-        lease_s=30.0,
+        hold_s=30.0,
         heartbeat_s=5.0,
     )
     consumer: Consumer[str] = Consumer(30.0)

@@ -68,7 +68,7 @@ class Driver:
 
         plan = CopyPlan((Shard(1, PAGE, KvGroup(0, 1), (1,)),))
         self.memory = self
-        self.producer = Producer[str](plan=plan, chunk_blocks={0: 1}, lease_s=30.0, heartbeat_s=5.0)
+        self.producer = Producer[str](plan=plan, chunk_blocks={0: 1}, hold_s=30.0, heartbeat_s=5.0)
         self.counters = TransferCounters()
         self.undigested: SimpleQueue[str | None] = SimpleQueue()
         self.is_closing = False

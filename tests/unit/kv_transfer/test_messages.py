@@ -16,6 +16,7 @@ COUNT = st.integers(0, 2**63 - 1)
 TEXT = st.text(max_size=20)
 BY_TYPE = {
     "int": COUNT,
+    "bool": st.booleans(),
     "float": st.floats(0, 1e9),
     "str": TEXT,
     "bytes": st.binary(max_size=40),

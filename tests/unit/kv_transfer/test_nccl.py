@@ -356,6 +356,15 @@ def test_a_new_link_joins_before_its_first_chunk(world: World) -> None:
     assert len(world.nccls[0].comms) == 1
 
 
+def test_an_offer_takes_no_memory(world: World) -> None:
+    """The consumer may prefer another transport."""
+    offer = world.producer.offer(world.caches[0])
+    assert offer is not None
+    assert world.producer.usage().held_bytes == 0
+    world.pair().move()
+    assert world.producer._staging[SENDER].slot_bytes == offer["slot_bytes"]
+
+
 def test_a_chunk_of_a_cancelled_transfer_is_discarded(world: World) -> None:
     before = world.memory[1].clone()
     world.pair().move(target=None)
@@ -524,6 +533,49 @@ def test_a_communicator_in_use_is_not_ended_for_another() -> None:
     world.close()
 
 
+def test_no_slot_is_held_while_the_consumer_waits_for_room() -> None:
+    """Else a few congested decode workers would stop the sends to all others."""
+    limits = replace(LIMITS, slots=1, keep_s=3600.0)
+    world = World(limits)
+    room = world.consumer._communicators
+    room._limits = replace(limits, budget_bytes=ONE_PAIR)
+    pair, waiting = world.pair(), world.pair()
+    pair.move()
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(waiting.move)
+        until(lambda: room.has_waiting(RECEIVER))
+        pair.move()
+        assert not moved.done()
+        room._limits = replace(room._limits, keep_s=0.0)
+        moved.result(WAIT_S)
+    assert world.is_exact()
+    world.close()
+
+
+def test_a_link_that_is_never_idle_leaves_its_room_after_its_turn() -> None:
+    world = World(replace(LIMITS, budget_bytes=ONE_PAIR))
+    busy, other = world.pair(), world.pair()
+    part = FROM[:2], TO[:2]
+    busy.begin(*part)
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(other.move)
+        while not moved.done():
+            last = busy.begin(*part)  # while the one before is in flight
+        moved.result()
+    last.wait()
+    assert world.is_exact()
+    world.close()
+
+
+def test_a_communicator_is_kept_from_the_time_of_its_last_byte(world: World) -> None:
+    """On a slow network, bytes are in NCCL's buffers when the send has ended."""
+    pair = world.pair()
+    copy = pair.begin()
+    begun = time.monotonic()
+    copy.wait()
+    assert world.producer._communicators._open[pair.producer.communicator] > begun
+
+
 def test_who_waits_for_an_offer_leaves_its_room_to_another_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -566,11 +618,16 @@ def test_pairs_that_nccl_cannot_join_use_the_next_transport(
         ({"gpu": "GPU-1"}, "both workers use GPU GPU-1"),
         ({"slot_bytes": BLOCK_BYTES - 1}, "holds no block"),
         ({"slot_bytes": "many"}, "not NCCL's"),
+        ({"environment": {"NCCL_PROTO": "Simple"}}, "NCCL_PROTO is unset here and Simple there"),
     ):
         with pytest.raises(TransportUnavailable, match=match):
             world.consumer.consumer(world.caches[1], offer | change, link)
     monkeypatch.setenv(module.ONE_GPU_VARIABLE, "1")
     world.consumer.consumer(world.caches[1], offer | {"gpu": "GPU-1"}, link)
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    with pytest.raises(TransportUnavailable, match="NCCL_PROTO is Simple here and unset there"):
+        world.consumer.consumer(world.caches[1], offer, link)
+    world.consumer.consumer(world.caches[1], world.producer.offer(world.caches[0]) or {}, link)
     link.sock.close()
 
 
@@ -630,8 +687,12 @@ def test_senders_leave_room_for_a_receiver_which_they_may_wait_for() -> None:
     assert len(pool) == 2
 
 
-def test_the_settings_bound_what_nccl_may_hold() -> None:
+def test_the_settings_bound_what_nccl_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = limits_from(ConnectorConfig(nccl_budget_bytes=100 << 20, nccl_max_ctas=2))
     assert (limits.budget_bytes, limits.max_ctas) == (100 << 20, 2)
     with pytest.raises(ValueError, match="nccl_budget_bytes"):
         limits_from(ConnectorConfig(nccl_budget_bytes=1 << 20))
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16")
+    assert limits_from(ConnectorConfig()).max_ctas == 16
+    with pytest.raises(ValueError, match="of 16 thread blocks"):
+        limits_from(ConnectorConfig(nccl_budget_bytes=100 << 20))

@@ -106,3 +106,10 @@ def test_the_library_is_the_one_that_is_named_or_loaded(
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "none"))
     with pytest.raises(KvTransferError, match="is not a file"):
         find_library()
+
+
+def test_a_variable_that_takes_deadlines_away_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It overrides the configuration of each communicator."""
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    with pytest.raises(KvTransferError, match="NCCL_COMM_BLOCKING"):
+        load()

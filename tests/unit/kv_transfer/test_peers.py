@@ -30,7 +30,17 @@ from kv_transfer.transport.mapped import MappedProducer
 from kv_transfer.transport.tcp import TcpProducer
 from pdserve.errors import TransferCorrupted
 from tests.support.kv_caches import geometry
-from tests.support.kv_pair import FROM, TO, KvWorkers, N, check_exact, settle, transfer, until
+from tests.support.kv_pair import (
+    FROM,
+    TO,
+    KvWorkers,
+    N,
+    check_exact,
+    settle,
+    tls_files,
+    transfer,
+    until,
+)
 from tests.support.pki import Ca
 from tests.support.timeouts import WAIT_S
 
@@ -41,7 +51,6 @@ if TYPE_CHECKING:
     from kv_transfer.cache.host_memory import BlockCopy
     from kv_transfer.protocol.messages import ChunkReady
     from tests.support.kv_pair import KvWorker
-    from tests.support.pki import CertificateFiles
 
 
 def failure(source: KvWorker, target: KvWorker) -> str:
@@ -232,8 +241,16 @@ def token_file(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_workers_with_one_token_exchange_kv(kv_workers: KvWorkers, tmp_path: Path) -> None:
-    source, target = kv_workers.pair(token_file=token_file(tmp_path / "token", "s" * 40))
+@pytest.mark.parametrize("old_is_at", ["source", "target", "both"])
+def test_workers_with_one_common_token_exchange_kv(
+    kv_workers: KvWorkers, tmp_path: Path, old_is_at: str
+) -> None:
+    old = token_file(tmp_path / "old", "s" * 40)
+    both = token_file(tmp_path / "both", f"{'n' * 40}\n{'s' * 40}\n")
+    source, target = (
+        kv_workers.worker(token_file=old if old_is_at in (who, "both") else both)
+        for who in ("source", "target")
+    )
     before = target.cache.blocks()
     transfer(source, target)
     check_exact(source, target, before)
@@ -446,17 +463,13 @@ def test_a_producer_that_stops_inside_a_chunk_does_not_keep_the_blocks(
         go_on.set()
 
 
-def tls(ca: Ca, files: CertificateFiles) -> dict[str, str]:
-    return {"tls_cert_file": files.cert, "tls_key_file": files.key, "tls_ca_file": ca.path}
-
-
 def test_links_are_made_with_certificates_that_were_renewed(
     kv_workers: KvWorkers, tmp_path: Path
 ) -> None:
     ca = Ca(tmp_path)
-    running = kv_workers.worker(**tls(ca, ca.issue("worker", role="worker")))
+    running = kv_workers.worker(**tls_files(ca))
     ca = Ca(tmp_path)  # at the same path: nobody who has read these files trusts the former one
-    started = kv_workers.worker(**tls(ca, ca.issue("worker", role="worker")))
+    started = kv_workers.worker(**tls_files(ca))
     for source, target in ((running, started), (started, running)):
         before = target.cache.blocks()
         transfer(source, target)
@@ -466,12 +479,12 @@ def test_links_are_made_with_certificates_that_were_renewed(
 def test_mutual_tls_lets_workers_in_and_others_not(kv_workers: KvWorkers, tmp_path: Path) -> None:
     ca = Ca(tmp_path)
 
-    own = tls(ca, ca.issue("worker", role="worker"))
+    own = tls_files(ca)
     source, target = kv_workers.pair(**own)
     before = target.cache.blocks()
     transfer(source, target)
     check_exact(source, target, before)
-    router = kv_workers.worker(**tls(ca, ca.issue("router", role="router")))
+    router = kv_workers.worker(**tls_files(ca, "router"))
     plain = kv_workers.worker(handshake_timeout_s=1.0)
     for intruder in (router, plain):
         intruder.start(source, "x", TO, N)

@@ -26,7 +26,7 @@ def subscription(name: str, blocks: int) -> Subscribe:
 
 def test_early_subscriptions_are_bounded_by_their_items() -> None:
     plan = CopyPlan((Shard(1, 16, KvGroup(0, 4), (1,)),))
-    producer = Producer[str](plan=plan, chunk_blocks={0: 1}, lease_s=30.0, heartbeat_s=5.0)
+    producer = Producer[str](plan=plan, chunk_blocks={0: 1}, hold_s=30.0, heartbeat_s=5.0)
 
     links = {name: f"link of {name}" for name in "abcdefg"}
 

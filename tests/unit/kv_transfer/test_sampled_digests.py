@@ -120,7 +120,7 @@ def test_damage_is_found_in_the_blocks_that_both_workers_digest(
 def test_a_producer_makes_and_tells_digests_of_one_block_in_several() -> None:
     plan = CopyPlan((Shard(1, PAGE, KvGroup(0, 1), (1,)),))
     producer: Producer[str] = Producer(
-        plan=plan, chunk_blocks={0: 3}, lease_s=30.0, heartbeat_s=5.0, digest_one_in=4
+        plan=plan, chunk_blocks={0: 3}, hold_s=30.0, heartbeat_s=5.0, digest_one_in=4
     )
     producer.expect("t", "r", 0.0)
     producer.progress("t", [list(range(BLOCKS))], 8, 0.0)

@@ -47,7 +47,7 @@ def test_a_transfer_and_its_link_are_seen_from_both_sides_until_it_is_over(
     assert sending.moved_bytes == receiving.moved_bytes > 0
     assert sending.transport == receiving.transport
     assert receiving.peer == source.instance_id
-    assert sending.lease_left_s is None
+    assert sending.hold_left_s is None
     assert sending.age_s is not None
     assert sending.age_s >= 0
 
@@ -70,14 +70,14 @@ def test_a_transfer_and_its_link_are_seen_from_both_sides_until_it_is_over(
 
 
 def test_a_lease_counts_down_and_its_end_is_counted(tcp_workers: KvWorkers) -> None:
-    source = tcp_workers.worker(lease_s=WAIT_S)
+    source = tcp_workers.worker(hold_s=WAIT_S)
     source.prefill("t", FROM, N)
     (held,) = look(source).transfers
     assert (held.state, held.peer, held.blocks) == ("expected", "", 4)
-    assert held.lease_left_s is not None
-    assert 0 < held.lease_left_s <= WAIT_S
+    assert held.hold_left_s is not None
+    assert 0 < held.hold_left_s <= WAIT_S
     with source.driver.lock:
-        source.driver.producer._transfers["t"].lease_end = 0.0
+        source.driver.producer._transfers["t"].hold_end = 0.0
     until(lambda: not look(source).transfers, source)
     assert look(source).totals["expired_leases"] == 1
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 from select import select
 
 import pytest
 
+from kv_transfer.protocol.link import ProducerChannel
 from tests.support.kv_caches import geometry
 from tests.support.kv_pair import (
     FROM,
@@ -192,3 +194,24 @@ def test_memory_that_was_given_back_is_not_written_again(
     source.step(released=["t"])
     settle(source, target)
     assert target.cache.snapshot() == given_back
+
+
+def test_a_channel_is_opened_once_and_only_when_a_subscription_comes(
+    tcp_workers: KvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that only cancels would take a communicator's memory from those that send."""
+    opened: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def note(channel: ProducerChannel) -> None:
+        opened.put(channel)
+
+    monkeypatch.setattr(ProducerChannel, "open", note)
+    source, target = tcp_workers.pair()
+    target.refuse(source, "none")
+    source.prefill("none", FROM, N)
+    settle(source, target)
+    assert opened.empty()
+    for name in ("t", "u"):
+        transfer(source, target, name)
+    opened.get(timeout=WAIT_S)
+    assert opened.empty()

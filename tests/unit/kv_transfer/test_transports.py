@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from kv_transfer import transport
 from kv_transfer.cache.gpu_memory import device_region
 from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.transport import LocalKv
-from kv_transfer.settings import ON_HOST, ConnectorConfig
+from kv_transfer.settings import ON_GPU, ON_HOST, ConnectorConfig
+from kv_transfer.vllm.kv_layout import cooperative_kernels
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,11 +23,15 @@ if TYPE_CHECKING:
 
 
 class Named:
-    """Return a transport that has only a name."""
+    """A transport that does nothing, and counts its offers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_closed = False
+        self.offered = 0
+
+    def offer(self, local: LocalKv) -> None:
+        self.offered += 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -43,6 +49,39 @@ def test_nccl_without_a_gpu_is_refused_by_the_key(monkeypatch: pytest.MonkeyPatc
     assert e.value.field == "kv.transports"
 
 
+def test_nccl_is_refused_beside_kernels_that_need_all_their_blocks_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def kernels(backend: str, size: int = 2) -> str:
+        parallel = SimpleNamespace(
+            all2all_backend=backend, enable_expert_parallel=True, data_parallel_size=size
+        )
+        config: Any = SimpleNamespace(parallel_config=parallel)
+        return cooperative_kernels(config)
+
+    assert kernels("allgather_reducescatter") == kernels("deepep_low_latency", 1) == ""
+    found = kernels("deepep_low_latency")
+    makers = {name: lambda _, name=name: Named(name) for name in ON_GPU}  # type: ignore[misc]
+    monkeypatch.setattr(transport, "_MAKERS", makers)
+    named = ConnectorConfig(transports=("cuda_ipc", "nccl"))
+    assert len(transport.make(named, on_gpu=True)) == 2
+    with pytest.raises(ConfigError, match="beside all2all_backend deepep_low_latency"):
+        transport.make(named, on_gpu=True, cooperative=found)
+    made = transport.make(ConnectorConfig(), on_gpu=True, cooperative=found)
+    assert [each.name for each in made] == ["cuda_ipc"]
+    assert "it is not offered" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_cannot_be_mapped_elsewhere_is_refused_at_the_start(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.transport.nccl.staging.current_gpu", lambda: None)
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(ConfigError, match=f"cuda_ipc cannot be used here: {name}"):
+        transport.make(ConnectorConfig(transports=("cuda_ipc",)), on_gpu=True)
+
+
 def test_auto_skips_transports_that_the_machine_lacks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,7 +94,7 @@ def test_auto_skips_transports_that_the_machine_lacks(
     }
     monkeypatch.setattr(transport, "_MAKERS", makers)
     first, last = ON_HOST[0], ON_HOST[-1]
-    assert [x.name for x in transport.make(ConnectorConfig())] == [*ON_HOST]
+    assert [x.name for x in transport.make(ConnectorConfig())] == ["shm", "tcp"]
     makers[last] = fails
     assert last not in [x.name for x in transport.make(ConnectorConfig())]
     assert f"{last} cannot be used here: no library; it is not offered" in caplog.text
@@ -68,4 +107,6 @@ def test_a_cache_on_a_gpu_needs_a_transport_that_reaches_it() -> None:
     local = LocalKv({0: device_region([torch.zeros(4, 2, 4, 8) for _ in range(3)], 4)}, None)
     with pytest.raises(ConfigError, match="none reaches a KV cache in GPU memory"):
         transport.check(transport.make(ConnectorConfig()), local)
-    transport.check([Named("nccl")], local)  # type: ignore[list-item]
+    named = Named("nccl")
+    transport.check([named], local)  # type: ignore[list-item]
+    assert named.offered == 1  # no step of the engine waits for the export

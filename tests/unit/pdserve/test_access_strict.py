@@ -18,8 +18,8 @@ TENANTS = [{"name": "t", "keys": [hash_key("t")]}]
 CLOSED_ROUTER: dict[str, Any] = {
     "router.tenants": TENANTS,
     "router.access": {"require_auth": True, "tls": {**TLS, "ca_file": "a"}, "http_tls": TLS},
-    "router.http_host": "0.0.0.0",
-    "router.grpc_host": "::",
+    "router.http.host": "0.0.0.0",
+    "router.grpc.host": "::",
 }
 CLOSED_WORKER: dict[str, Any] = {
     "worker.access": {"require_auth": True, "tls": {**TLS, "ca_file": "a"}},
@@ -52,7 +52,7 @@ def test_only_loopback_may_be_open_without_credentials() -> None:
     keys = {"admin_keys": [hash_key("a")]}
     made(**{**CLOSED_ROUTER, "router.access": {**token, **keys}})
     # Without the demand everything may be open, as it always could.
-    made(**{"router.http_host": "0.0.0.0", "router.grpc_host": "0.0.0.0"})
+    made(**{"router.http.host": "0.0.0.0", "router.grpc.host": "0.0.0.0"})
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_an_open_router_is_refused(changes: dict[str, Any], named: str) -> None:
             {"worker.access": {"require_auth": True, "tls": TLS}},
             "access.tls.ca_file or access.worker_token_file",
         ),
-        ({"worker.debug_host": "0.0.0.0"}, "debug_host"),
-        ({"worker.kv": {"connector": "nixl", "host": "10.0.0.2"}}, "kv.connector"),
+        ({"worker.debug.host": "0.0.0.0"}, "debug.host"),
+        ({"worker.kv": {"transports": ["nixl"], "host": "10.0.0.2"}}, "without nixl"),
         ({"worker.host": "127.0.0.1", "worker.access": {"require_auth": True}}, "router.example"),
     ],
 )

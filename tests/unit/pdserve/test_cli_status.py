@@ -49,7 +49,7 @@ def test_workers_are_shown_with_their_labels_where_one_has_any() -> None:
 
 async def test_a_worker_that_keeps_dying_is_not_asked_and_shown_in_its_state() -> None:
     info = w.WorkerInfo(worker_id="d0", role=w.ROLE_DECODE, address="127.0.0.1:1")
-    entry = w.WorkerEntry(info=info, state="crash-looping", unhealthy="killed by signal 9")
+    entry = w.WorkerEntry(info=info, state="crash-looping", reason="killed by signal 9")
     reason = await status._ask(PLAIN, entry, 1.0)
     assert reason == "killed by signal 9"
     table = status.load_table("workers", [status._row(entry, reason)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from rich.console import Console
 
+from pdserve.cli import build_parser
 from pdserve.cli.top import (
     attainment,
     costs,
     growth,
     kv_flow,
+    mean,
     quantile,
     read,
     summary,
@@ -46,7 +49,7 @@ def test_growth_is_of_the_interval_alone_and_over_all_labels() -> None:
     assert growth(before, before)["tokens_total", ""] == 0
 
 
-def test_quantiles_lie_where_the_observations_do() -> None:
+def test_quantiles_are_bounds_of_buckets() -> None:
     source = Source()
     source.ttft.labels("a").observe(5.0)  # before the interval
     before = source.read()
@@ -55,15 +58,34 @@ def test_quantiles_lie_where_the_observations_do() -> None:
         source.ttft.labels("b").observe(0.3)
     grown = growth(before, source.read())
     quantiles = [quantile(grown, "ttft_seconds", share) for share in (0.25, 0.5, 0.75)]
-    assert quantiles == pytest.approx([0.15, 0.2, 0.3])
-    attained = [attainment(grown, "ttft_seconds", limit) for limit in (0.2, 0.3, 0.4)]
-    assert attained == pytest.approx([0.5, 0.75, 1.0])
+    assert quantiles == [0.2, 0.2, 0.4]
+    assert mean(grown, "ttft_seconds") == pytest.approx(0.225)
+    attained = [attainment(grown, "ttft_seconds", limit) for limit in (0.05, 0.2, 0.3, 0.4)]
+    assert attained == [0.0, 0.5, 0.5, 1.0]
+
+
+def test_of_one_request_all_quantiles_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    registry = CollectorRegistry()
+    ttft = Histogram("pdserve_time_to_first_token_seconds", "", buckets=BOUNDS, registry=registry)
+    ttft.observe(0.35)
+    found = summary(read(generate_latest(registry).decode()), 2.0, 1.0, 0.1)
+    assert found["latency_s"]["TTFT"] == {"mean": 0.35, "p50": 0.4, "p90": 0.4, "p99": 0.4}
+    state: dict[str, Any] = {"workers": [], "roles": [], "kv_flow": [], "ejected_pairs": []}
+    state |= {"on_demand": [], "running": 0.0, "queued": 0.0}
+    Console(width=60).print(view("http://here", found | state))
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("TTFT ")]
+    assert line.split() == ["TTFT", "350", "ms", *(["≤", "400", "ms"] * 3)]
+
+
+def test_targets_are_milliseconds() -> None:
+    args = build_parser().parse_args(["top", "--slo-ttft", "1500"])
+    assert (args.slo_ttft, args.slo_tpot) == (1.5, 0.1)
 
 
 def test_beyond_the_last_bound_nothing_is_made_up() -> None:
     source = Source()
     source.ttft.labels("a").observe(60.0)
-    assert quantile(source.read(), "ttft_seconds", 0.99) == BOUNDS[-1]
+    assert quantile(source.read(), "ttft_seconds", 0.99) == math.inf
     assert attainment(source.read(), "ttft_seconds", 30.0) == 0.0
 
 
@@ -85,21 +107,19 @@ def test_a_router_that_was_started_again_counts_from_zero() -> None:
     new.ttft.labels("a").observe(0.15)
     grown = growth(old.read(), new.read())
     assert grown["tokens_total", ""] == 7
-    assert quantile(grown, "ttft_seconds", 0.5) == pytest.approx(0.15)
+    assert quantile(grown, "ttft_seconds", 0.5) == 0.2
 
 
 @example([0.05, 0.1, 0.1, *[1.0] * 7], 0.3)  # 0.1 * 3 / 3 is more than 0.1
 @given(st.lists(st.floats(0.0, 2.0), min_size=1, max_size=50), st.floats(0.01, 0.99))
-def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
+def test_a_quantile_is_the_bound_over_the_true_one(values: list[float], share: float) -> None:
     source = Source()
     for value in values:
         source.ttft.labels("a").observe(value)
     found = quantile(source.read(), "ttft_seconds", share)
     assert found is not None
     true = sorted(values)[min(len(values) - 1, max(0, -int(-share * len(values) // 1) - 1))]
-    above = min((b for b in BOUNDS if true <= b), default=BOUNDS[-1])
-    below = max((b for b in BOUNDS if b < above), default=0.0)
-    assert below <= found <= above or found == BOUNDS[-1]
+    assert found == min((b for b in BOUNDS if true <= b), default=math.inf)
 
 
 def test_invalid_metrics_text_is_refused() -> None:
@@ -112,7 +132,7 @@ def test_an_idle_service_has_a_summary_and_a_view(capsys: pytest.CaptureFixture[
     assert found["requests_per_s"] == 0
     assert found["slo"]["ttft_attained"] is None
     assert found["latency_s"]["TTFT"]["p99"] is None
-    state = {"workers": [], "roles": [], "kv_flow": [], "ejected_pairs": []}
+    state: dict[str, Any] = {"workers": [], "roles": [], "kv_flow": [], "ejected_pairs": []}
     state["on_demand"] = [{"model": "m", "text": "no worker until it is asked for"}]
     Console().print(view("http://here", found | state | {"running": 0.0, "queued": 0.0}))
     shown = capsys.readouterr().out

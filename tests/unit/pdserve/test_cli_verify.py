@@ -453,8 +453,11 @@ async def test_an_interrupt_shows_the_results_so_far() -> None:
         )
         assert process.stderr is not None
         async with asyncio.timeout(WAIT_S):
-            while not (await process.stderr.readline()).startswith(b"[2/2] abort"):
-                pass
+            seen = []
+            while not (seen or [b""])[-1].startswith(b"[2/2] abort"):
+                seen.append(await process.stderr.readline())
+        assert seen[-2].startswith(b"    holds in ")
+        async with asyncio.timeout(WAIT_S):
             process.send_signal(signal.SIGINT)
             out, errors = await process.communicate()
     assert process.returncode == 130

@@ -116,6 +116,12 @@ def names_in(directory: Path) -> set[str]:
     return {str(x.relative_to(directory)) for x in directory.rglob("*") if x.is_file()}
 
 
+def test_a_mistyped_name_of_ours_gets_a_hint(sent: list[str]) -> None:
+    del sent
+    with pytest.raises(ConfigError, match=r"cannot get dmeo: .*; did you mean demo"):
+        model_directory("dmeo")
+
+
 def test_a_model_of_the_hub_is_downloaded_once_without_what_vllm_does_not_load(
     sent: list[str],
 ) -> None:

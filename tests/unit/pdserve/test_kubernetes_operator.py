@@ -286,7 +286,8 @@ async def test_the_old_cohort_is_looked_after_during_a_canary(setup: Setup) -> N
 
 def crashed(restarts: int) -> dict[str, Any]:
     """Return the status of a pod whose container has crashed."""
-    ended = {"exitCode": 2, "message": "INFO start\npdserve: engine_args.stepp_s: unknown field\n"}
+    error = "pdserve: engine_args.stepp_s: unknown field\n`pdserve config` prints every key.\n"
+    ended = {"exitCode": 2, "message": f"INFO start\n{error}"}
     container = {"name": "worker", "image": "v2", "imageID": "", "ready": False}
     container |= {"restartCount": restarts, "lastState": {"terminated": ended}}
     container |= {"state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}}

@@ -41,6 +41,20 @@ def test_a_service_gets_credentials_unless_it_has_some_or_wants_none() -> None:
         assert local.new_credentials(config.router.access, config.worker.access) == {}
 
 
+def test_what_the_actions_of_the_console_need_is_made_or_shared() -> None:
+    hashes = [hash_key("pd-admin")]
+    config = parse(Config, overlay({}, {"router.access.admin_keys": hashes}))
+    made = local.new_credentials(config.router.access, config.worker.access)
+    assert made.keys() == {"worker_token_file", "admin_key_file"}
+    with pytest.raises(ConfigError, match=r"access\.admin_keys: needs access\.worker_token_file"):
+        make_guard(config.router.access, shared_with=Party.WORKER, host="127.0.0.1")
+    one_side = {"router.access.admin_keys": hashes, "router.access.worker_token_file": "/token"}
+    access = parse(Config, overlay({}, one_side))
+    assert local.new_credentials(access.router.access, access.worker.access) == {}
+    shared = local.shared_files(access.router.access, access.worker.access)
+    assert shared == {"worker_token_file": "/token"}
+
+
 def test_only_this_user_can_read_them(tmp_path: Path) -> None:
     (tmp_path / "admin.key").symlink_to(tmp_path / "elsewhere")  # somebody waits for the secret
     files = local.write_credentials(
@@ -109,10 +123,10 @@ TENANTS: list[Any] = [{"name": "t", "keys": [hash_key("t")]}]
 
 
 async def test_tenants_at_a_reachable_address_need_credentials_of_workers() -> None:
-    at = {"http_port": 0, "grpc_port": 0, "grpc_host": "0.0.0.0", "tenants": TENANTS}
+    at = {"http": {"port": 0}, "grpc": {"port": 0, "host": "0.0.0.0"}, "tenants": TENANTS}
     with pytest.raises(ConfigError, match=r"router\.access\.worker_token_file.*open_control"):
         await RouterServer(parse(RouterConfig, at)).start()
-    for also in ({"access": {"open_control": True}}, {"grpc_host": "127.0.0.1"}):
+    for also in ({"access": {"open_control": True}}, {"grpc": {"port": 0}}):
         server = RouterServer(parse(RouterConfig, {**at, **also}))
         await server.start()
         await server.stop(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from msgspec.structs import replace
 
 from pdserve.config import (
     Config,
+    GrpcConfig,
+    HttpConfig,
     RoleConfig,
     RouterConfig,
     ScaledRoleConfig,
@@ -22,6 +25,7 @@ from pdserve.config import (
 from pdserve.deploy.local.progress import StartProgress
 from pdserve.deploy.local.specs import (
     before_on_gpu,
+    check_memory,
     core_pools,
     groups_of,
     router_configs,
@@ -180,7 +184,9 @@ def test_workers_on_one_gpu_share_its_memory_by_default() -> None:
     assert memory_share((0,), [(0,), (1,)]) is None
     assert memory_share((), [(), ()]) is None
     workers = worker_configs(Config(), range(2), {0: ()})
-    assert [dict(x.engine_args) for x in workers.values()] == [{"gpu_memory_utilization": 0.45}] * 2
+    assert [dict(x.engine_args) for x in workers.values()] == [
+        {"max_model_len": -1, "gpu_memory_utilization": 0.45}
+    ] * 2
     told = Config(worker=WorkerConfig(engine_args={"kv_cache_memory_bytes": 1 << 30}))
     for worker in worker_configs(told, range(2), {0: ()}).values():
         assert worker.engine_args == told.worker.engine_args
@@ -260,15 +266,15 @@ def test_workers_of_one_socket_share_its_cores() -> None:
 
 
 def test_routers_side_by_side_have_ports_of_their_own() -> None:
-    router = RouterConfig(http_port=0, grpc_port=8001)
+    router = RouterConfig(http=HttpConfig(port=0), grpc=GrpcConfig(port=8001))
     assert router_configs(Config(router=router)) == {"router": router}
     config = Config(up=UpConfig(routers=3), router=router)
-    ports = {name: (x.http_port, x.grpc_port) for name, x in router_configs(config).items()}
+    ports = {name: (x.http.port, x.grpc.port) for name, x in router_configs(config).items()}
     assert ports == {"router-0": (0, 8001), "router-1": (0, 8011), "router-2": (0, 8021)}
     for key, router in (
-        ("router.http_port", RouterConfig(http_port=65520)),
-        ("router.http_port", RouterConfig(http_port=8000, grpc_port=8010)),
-        ("router.http_port", RouterConfig(shared_http_port=8010)),
+        ("router.http.port", RouterConfig(http=HttpConfig(port=65520))),
+        ("router.http.port", RouterConfig(http=HttpConfig(port=8000), grpc=GrpcConfig(port=8010))),
+        ("router.http.port", RouterConfig(http=HttpConfig(shared_port=8010))),
     ):
         with pytest.raises(ConfigError) as caught:
             router_configs(Config(up=UpConfig(routers=3), router=router))
@@ -313,7 +319,7 @@ def test_a_data_parallel_group_has_a_worker_for_each_rank() -> None:
     config = Config(up=up)
     workers = worker_configs(config, range(8))
     assert {
-        name: (x.data_parallel_rank, x.data_parallel_size, x.data_parallel_group)
+        name: (x.data_parallel.rank, x.data_parallel.size, x.data_parallel.group)
         for name, x in workers.items()
     } == {
         "prefill-0": (0, 1, ""),
@@ -356,6 +362,23 @@ def test_the_configuration_of_a_large_model_with_experts_in_the_documents_is_val
     assert [workers[name].gpus for name in prefill] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert [workers[name].gpus for name in decode] == [(gpu,) for gpu in range(8, 24)]
     whole, at = parse(Config, read_yaml(rank, "deploy.md")).worker, workers[decode[0]]
-    args = {"all2all_backend", "enable_expert_parallel", "max_model_len", "max_num_seqs"}
+    args = {"enable_expert_parallel", "max_model_len", "max_num_seqs"}
     assert whole.engine_args == {name: at.engine_args[name] for name in args}
-    assert (whole.role, whole.data_parallel_size) == (at.role, at.data_parallel_size)
+    assert (whole.role, whole.data_parallel.size) == (at.role, at.data_parallel.size)
+
+
+def test_workers_that_do_not_fit_the_free_memory_are_refused_by_numbers(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    os.truncate(tmp_path / "model.safetensors", 3 << 30)
+    args = {"kv_cache_memory_bytes": 1 << 30}
+    worker = WorkerConfig(model=str(tmp_path), model_names=("m",), engine_args=args)
+    up = UpConfig(decode=ScaledRoleConfig(workers=1, max_workers=4))
+    config = Config(worker=worker, up=up)
+    workers, pools = worker_configs(config, range(8)), worker_pools(config)
+    check_memory(workers, pools, 10 << 30)
+    with pytest.raises(
+        ConfigError,
+        match=r"^up: the workers need 9\.0 GiB of memory, and 8\.0 GiB are free \(prefill-0: "
+        r"weights 3\.0, KV cache 1\.0, engine 0\.5; decode-0: ",
+    ):
+        check_memory(workers, pools, 8 << 30)

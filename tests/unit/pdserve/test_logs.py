@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import subprocess
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.observe.log_limit import BURST, PER_S, LogLimit
+from pdserve.errors import ConfigError
+from pdserve.observe.logs import BURST, PER_S, LineLog, LogLimit
 from pdserve.process import logs
 from pdserve.process.forkserver import launched
 from pdserve.process.logs import BACKUPS, rotate
@@ -103,3 +105,35 @@ def test_a_flood_of_one_line_is_limited_and_other_lines_are_not(
         f"request 0 failed ({9 * BURST} lines like this were left out)",
         "request 1 failed",
     ]
+
+
+def test_a_log_in_json_has_a_line_for_each_record_of_ours_and_of_vllm() -> None:
+    code = """
+import logging, logging.config, json, os
+from pdserve.errors import ConfigError
+from pdserve.observe.logs import log_to_stderr
+log_to_stderr("info", "json")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("pdserve.x").exception("two\\nlines")
+logging.config.dictConfig(json.load(open(os.environ["VLLM_LOGGING_CONFIG_PATH"])))
+logging.getLogger("vllm.engine").warning("slow")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    ours, vllm = map(json.loads, done.stderr.splitlines())
+    assert (ours["level"], ours["logger"], ours["message"]) == ("error", "pdserve.x", "two\nlines")
+    assert "ZeroDivisionError" in ours["exception"]
+    assert (vllm["level"], vllm["logger"], vllm["message"]) == ("warning", "vllm.engine", "slow")
+
+
+def test_a_file_of_lines_is_made_anew_after_it_was_moved_away(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    log = LineLog(str(path), "log.access")
+    log.write({"n": 1})
+    path.rename(tmp_path / "old")
+    log.write({"n": 2})
+    log.close()
+    assert [(tmp_path / "old").read_text(), path.read_text()] == ['{"n": 1}\n', '{"n": 2}\n']
+    with pytest.raises(ConfigError, match="no/such/log"):
+        LineLog("no/such/log", "log.access")

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from pdserve.model import prefix_hash
 from pdserve.model.prefix_hash import chain, media_keys, root
 
 TOKENS = [7] * 16
@@ -36,3 +39,23 @@ def test_the_keys_of_a_block_are_those_of_vllm() -> None:
         1: [("a", -2)],
         2: [("a", -6), ("b", 1)],
     }
+
+
+@pytest.mark.parametrize("images", [[], [("red", 900, 3)]])
+def test_the_hashes_of_a_long_prompt_that_was_seen_are_those_of_one_that_was_not(
+    images: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_hash, "_MOST_RUNS", 3)
+    tokens, media = [*range(1, 3000)], media_keys(images, BLOCK)
+    one_by_one, parent = [], root("m", BLOCK)
+    for index in range(len(tokens) // BLOCK):
+        block = tokens[BLOCK * index : BLOCK * (index + 1)]
+        own = {0: media[index]} if index in media else {}
+        (parent,) = chain(block, BLOCK, parent, media=own)
+        one_by_one.append(parent)
+    for _ in range(2):
+        assert chain(tokens, BLOCK, root("m", BLOCK), media=media) == one_by_one
+    changed = [*tokens[:600], 7, *tokens[601:]]
+    found = chain(changed, BLOCK, root("m", BLOCK), media=media)
+    assert [a == b for a, b in zip(found, one_by_one, strict=True)].index(False) == 150
+    assert len(prefix_hash._RUNS._packed) <= 3

@@ -58,3 +58,22 @@ async def test_a_credential_that_cannot_be_read_does_not_end_the_reconciliation(
     finally:
         for task in (running, waiting):
             task.cancel()
+
+
+async def test_down_may_take_as_long_as_the_processes_drain(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers first, then their workers. One whose host is gone does not answer."""
+
+    async def answer(reference: Any) -> float:
+        if isinstance(reference, OSError):
+            raise reference
+        return float(reference)
+
+    monkeypatch.setattr(module, "_answer", answer)
+    controller: Any = module.Controller.__new__(module.Controller)
+    controller._hosts = {}
+    for name, grace in (("router-0", 20.0), ("decode-0", 3600.0), ("decode-1", OSError("gone"))):
+        controller._hosts[name] = host = MagicMock()
+        host.grace.remote.return_value = grace
+    assert await controller.down_s() > 3600.0 + 20.0

@@ -149,10 +149,9 @@ def test_each_rank_of_a_data_parallel_group_takes_the_share_of_a_worker() -> Non
     assert (decode.ranks, decode.parts, decode.bundle) == (4, 4, {"CPU": 1.0})
     for changes, why in (
         ({"worker__engine": "fake"}, "with the engine fake"),
-        ({"worker__kv__connector": "nixl"}, "with kv.connector nixl"),
         (
             {"up__decode__nnodes": 2, "up__decode__engine_args": {"tensor_parallel_size": 2}},
-            "with nnodes above 1",
+            "with nodes.count above 1",
         ),
     ):
         with pytest.raises(ConfigError, match=rf"^up\.decode\.data_parallel_size: .*{why}"):

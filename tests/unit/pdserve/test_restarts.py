@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.cli import main
 from pdserve.deploy.local.restarts import FORGIVEN_AFTER_S, Restarts, death_reason, last_lines
 
 if TYPE_CHECKING:
@@ -55,6 +56,17 @@ def test_lines_below_an_error_do_not_hide_the_cause(tmp_path: Path) -> None:
     assert last_lines(log, 20) == ["MemoryError: cause"]
     log.write_text("\n".join(noise))
     assert last_lines(log, 2) == noise[1:]
+
+
+def test_a_hint_after_the_error_is_not_the_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each command ends like that, so the text is that of the command itself."""
+    assert main(["config", "--set", "worker.engine=none"]) == 2
+    log = tmp_path / "log"
+    log.write_text("INFO start\n" + capfd.readouterr().err)
+    assert len(log.read_text().splitlines()) > 2
+    assert death_reason(2, "", log).startswith("exit code 2: pdserve: worker.engine: ")
 
 
 def test_a_process_without_a_log_has_a_reason(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.config import AccessConfig, Config, HttpTlsConfig, RouterAccessConfig, TlsConfig, parse
 from pdserve.errors import ConfigError
-from pdserve.security.keys import hash_key
+from pdserve.security import files
 from pdserve.security.tls import (
     CertificateCollector,
     dialer,
@@ -141,7 +141,6 @@ def test_metrics_tell_when_certificates_end_and_that_new_ones_are_not_used(ca: C
         (lambda: HttpTlsConfig(cert_file="a"), "key_file"),
         (lambda: HttpTlsConfig(ca_file="a"), "cert_file"),
         (lambda: AccessConfig(admin_keys=("plain",)), "admin_keys[0]"),
-        (lambda: AccessConfig(admin_keys=(hash_key("k"),)), "admin_keys"),
     ],
 )
 def test_halves_of_a_configuration_are_refused(make: Callable[[], object], field: str) -> None:
@@ -157,12 +156,29 @@ def test_a_token_is_read_and_never_repeated(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
     found = dialer(AccessConfig(worker_token_file=str(file)))
-    assert found.token == TOKEN
+    assert found.tokens == (TOKEN,)
     assert TOKEN not in repr(found)
     assert found.metadata == (("authorization", f"Bearer {TOKEN}"),)
-    for text in ("short secret", "", f"{TOKEN} {TOKEN}", "é" * 40):
+    for text in ("short secret", "", f"{TOKEN} {TOKEN}", "é" * 40, f"{TOKEN}\nshort"):
         file.write_text(text)
         field, reason = refusal(lambda: dialer(AccessConfig(worker_token_file=str(file))))
         assert field == "access.worker_token_file"
         assert not text or text not in reason
     assert RouterAccessConfig(worker_token_file=str(file)).asks_for_roles
+
+
+def test_a_replaced_token_is_valid_beside_the_new_one_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, old, new = tmp_path / "token", "o" * 40, "n" * 40
+    file.write_text(old)
+    found = dialer(AccessConfig(worker_token_file=str(file)))
+    assert found.tokens == (old,)
+    file.write_text("too short")
+    assert found.tokens == (old,)
+    file.write_text(new)
+    assert found.tokens == (new, old)
+    assert found.metadata == tuple(("authorization", f"Bearer {x}") for x in (new, old))
+    file.write_text(f"{new}\n{TOKEN}\n")
+    monkeypatch.setattr(files, "OVERLAP_S", -1.0)
+    assert found.tokens == (new, TOKEN)

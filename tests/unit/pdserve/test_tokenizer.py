@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from pdserve.demo import MODEL_DIR
 from pdserve.errors import ConfigError, InvalidRequest
 from pdserve.model.tokenizer import (
     MAX_FILES_BYTES,
@@ -201,6 +202,43 @@ def test_where_the_template_is_taken_from(
     assert tokenizer.render_chat(Conversation(HI)) == expected
 
 
+@pytest.mark.parametrize("where", ["configuration", "file"])
+def test_a_template_for_tools_renders_conversations_with_tools(tmp_path: Path, where: str) -> None:
+    plain, tool_use = "plain", "with {{ tools[0].function.name }}"
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tool_use}]
+    if where == "file":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use, "utf-8")
+    path = write(tmp_path, {"chat_template": named if where == "configuration" else plain})
+    tokenizer = Tokenizer.load(read_files(path))
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert tokenizer.render_chat(Conversation(HI)) == "plain"
+    assert tokenizer.render_chat(Conversation(HI, tools=[tool])) == "with f"
+    assert tokenizer.shows_tools
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("{{ '>' + arguments + '<' }}", '>{"city": "Århus"}<'),  # as DeepSeek's do
+        ("{{ arguments + '<' }}", '{"city": "Århus"}<'),
+        ("{{ '>' ~ arguments }}", '>{"city": "Århus"}'),
+        ("{{ arguments }}", '{"city": "Århus"}'),
+        ("{{ arguments | tojson }}", '{"city": "Århus"}'),
+        ("{% for x, y in arguments.items() %}{{ x }}={{ y }}{% endfor %}", "city=Århus"),
+        ("{{ arguments is string }} {{ arguments is mapping }}", "False True"),
+    ],
+)
+def test_templates_may_take_arguments_as_text_or_object(
+    tmp_path: Path, shown: str, expected: str
+) -> None:
+    source = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + shown
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": source})))
+    call = {"id": "c", "function": {"name": "f", "arguments": {"city": "Århus"}}}
+    message = ChatMessage("assistant", "", tool_calls=[call])
+    assert tokenizer.render_chat(Conversation([message])) == expected
+
+
 def test_the_configuration_has_special_tokens_as_text_and_the_template(tmp_path: Path) -> None:
     write(tmp_path, {**CONFIG, "eos_token": {"content": EOS}})
     (tmp_path / "chat_template.jinja").write_text("in file", "utf-8")
@@ -271,3 +309,29 @@ def test_a_template_that_hides_the_last_message_cannot_continue_it(tmp_path: Pat
     tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": "nothing"})))
     with pytest.raises(InvalidRequest, match="does not show the last message"):
         tokenizer.render_chat(Conversation(HI, continue_final_message=True))
+
+
+@pytest.mark.parametrize("field", ["message['content']", "message.content"])
+def test_calls_are_shown_by_templates_that_ask_for_content_none(tmp_path: Path, field: str) -> None:
+    source = (
+        "{% for message in messages %}{% if " + field + " is none %}"
+        "{{ message.tool_calls[0].function.name }}{% else %}({{ message.content }}){% endif %}"
+        "{% endfor %}"
+    )
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": source})))
+    call = {"id": "c", "function": {"name": "f", "arguments": {}}}
+    chat = [ChatMessage("assistant", "", tool_calls=[call]), ChatMessage("tool", "")]
+    assert tokenizer.render_chat(Conversation(chat)) == "f()"
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {"type": "object"}}])
+@pytest.mark.parametrize("is_demo", [True, False])
+def test_tools_need_no_properties(
+    tmp_path: Path, is_demo: bool, parameters: dict[str, Any]
+) -> None:
+    source = "{% for x in tools %}{{ x.function.parameters.properties.items() | list }}{% endfor %}"
+    directory = MODEL_DIR if is_demo else write(tmp_path, {"chat_template": source})
+    tokenizer = Tokenizer.load(read_files(directory))
+    tools = [{"type": "function", "function": {"name": "f", **parameters}}]
+    text = tokenizer.render_chat(Conversation([ChatMessage("user", "hi")], tools=tools))
+    assert ('"parameters": {}' if is_demo else "[]") in text

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.config import RouterConfig
+from pdserve.config import StoreConfig
 from router.store.database import Database
 from router.store.store import make_store
 from tests.support.postgres import needs_postgres, running_postgres
@@ -55,12 +55,12 @@ async def open_database(url: str | Path) -> AsyncIterator[Open]:
 @pytest.fixture
 async def open_store(url: str | Path, tmp_path: Path) -> AsyncIterator[OpenStore]:
     """Return a function that opens the same store again, as another router does. It takes settings
-    of RouterConfig."""
+    of StoreConfig."""
     opened: list[Store] = []
     place = url if isinstance(url, str) else str(url.parent / "store")
 
     def open_one(router_id: str = "router-a", **settings: Any) -> Store:
-        config = RouterConfig(store=place, store_files=str(tmp_path / "files"), **settings)
+        config = StoreConfig(database=place, files=str(tmp_path / "files"), **settings)
         opened.append(make_store(config, tmp_path / "store", router_id))
         return opened[-1]
 

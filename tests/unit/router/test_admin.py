@@ -5,28 +5,30 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import grpc.aio
 import pytest
 
 from pdserve import wire
-from pdserve.config import SloConfig
+from pdserve.config import QueueConfig, RouterConfig, SloConfig
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.net import rpc
+from pdserve.net.rpc import PLAIN
 from pdserve.types import IDLE, Account, Role, WorkerLoad
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
 from router.api.admin import RegistryService
-from router.fleet.accounting import Accounting
-from router.fleet.connections import Connections
+from router.control.adapters import ServedAdapters
+from router.control.autoscaler import Autoscaler, Loads
+from router.control.role_change import RoleChanger
+from router.fleet.billing import Billing
+from router.fleet.link_pool import LinkPool
 from router.fleet.on_demand import OnDemandModels
+from router.fleet.open import OpenedFleet
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
-from router.operations.adapters import ServedAdapters
-from router.operations.autoscaler import Loads
-from router.placement.cost import CostModel
-from router.placement.revisions import RevisionShares
+from router.request_path import build_request_path
 from tests.support.router_stack import MODEL, ScriptedWorker, worker_info
 from tests.support.timeouts import WAIT_S
 
@@ -34,45 +36,28 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
-    from router.request.request import RequestServer
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
 LOADS = {"m": Loads(1, 2, 0.5, 1.5)}
-
-
-class Idle:
-    """A request path without requests."""
-
-    def move_off(self, worker_id: str, reason: str, *, live_only: bool) -> int:
-        return 0
 
 
 @asynccontextmanager
 async def registry(
     fleet: Fleet, on_demand: OnDemandModels | None = None, metrics: RouterMetrics | None = None
 ) -> AsyncIterator[RegistryAsyncStub]:
-    server = rpc.make_server()
-    costs = CostModel(fleet, SloConfig(), fleet.now)
-    requests = cast("RequestServer", Idle())
-    accounting = Accounting({}, (metrics or RouterMetrics(SloConfig())).count)
-    service = RegistryService(
-        fleet,
-        requests,
-        accounting=accounting,
-        adapters=ServedAdapters(),
-        shares=RevisionShares(),
-        costs=costs,
-        on_demand=on_demand,
-        roles={},
-        loads=LOADS,
-    )
+    metrics, config = metrics or RouterMetrics(SloConfig()), RouterConfig()
+    server, link_pool = rpc.make_server(), LinkPool(fleet, router_id="router-1")
+    workers = OpenedFleet(fleet, link_pool, Billing({}, metrics.count))
+    path = replace(build_request_path(config, workers, metrics, {}), on_demand=on_demand)
+    changer = RoleChanger(fleet, link_pool.links, PLAIN, metrics)
+    autoscaler = Autoscaler(fleet, path.costs, path.admission, changer, config.roles)
+    autoscaler.loads |= LOADS
+    remarks = [("m", "no parser fits")]
+    service = RegistryService(path, autoscaler, ServedAdapters(), lambda: remarks)
     add_RegistryServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with (
-        Connections(fleet, router_id="router-1"),
-        rpc.open_channel(f"127.0.0.1:{port}") as channel,
-    ):
+    async with link_pool, rpc.open_channel(f"127.0.0.1:{port}") as channel:
         yield RegistryStub(channel)
     await server.stop(None)
 
@@ -135,9 +120,13 @@ async def test_the_needs_of_each_role_are_listed() -> None:
 async def test_no_needs_are_listed_for_a_model_whose_first_workers_still_load() -> None:
     """Otherwise a scaler to zero would stop them."""
     fleet = Fleet(lease_s=5.0)
-    on_demand = OnDemandModels(("m",), fleet, {}, patience_s=WAIT_S, max_waiting=1)
+    on_demand = OnDemandModels(
+        ("m",), fleet, {}, QueueConfig(timeout_s=WAIT_S, max_queued_requests=1)
+    )
     async with registry(fleet, on_demand) as stub:
-        assert not (await stub.ListWorkers(w.ListWorkersRequest())).needs
+        listed = await stub.ListWorkers(w.ListWorkersRequest())
+        assert not listed.needs
+        assert [(x.model, x.text) for x in listed.tools] == [("m", "no parser fits")]
 
 
 async def test_figures_that_are_none_are_refused_by_name() -> None:

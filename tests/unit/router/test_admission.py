@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.config import TenantConfig
+from pdserve.config import QueueConfig, TenantConfig
 from pdserve.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -22,7 +22,6 @@ from pdserve.errors import (
 from pdserve.types import GenerateRequest, SamplingParams, ServiceClass
 from router.admission import (
     AdmissionController,
-    AdmissionLimits,
     LatencyEstimate,
     NoRoom,
     Slot,
@@ -66,10 +65,20 @@ class Pool:
 class Clients:
     """Requests by name, in the order in which they were admitted."""
 
-    def __init__(self, *limits: Any, capacity: int = 100, **options: Any) -> None:
+    def __init__(
+        self,
+        running: int = 8,
+        queued: int = 8,
+        timeout_s: float = 30.0,
+        *,
+        capacity: int = 100,
+        **options: Any,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.controller = AdmissionController(
-            AdmissionLimits(*(limits or (8, 8))),
+            QueueConfig(
+                max_running_requests=running, max_queued_requests=queued, timeout_s=timeout_s
+            ),
             clock=lambda: loop.time(),  # noqa: PLW0108 - `skip` replaces it
             **options,
         )
@@ -332,7 +341,7 @@ async def test_interactive_requests_that_would_miss_the_slo_are_rejected(
     limit_s: float, waits_s: float
 ) -> None:
     """A prompt that alone takes longer than the limit may wait as long as its prefill takes."""
-    clients = Clients(1, 8, 30.0, limit_s, latency=Latency(0.5, 1.5, 0.0))
+    clients = Clients(1, 8, max_ttft_s=limit_s, latency=Latency(0.5, 1.5, 0.0))
     await clients.ask("running")
     await clients.ask("queued")
     await clients.ask("batch", service_class=BATCH)

@@ -137,6 +137,18 @@ def test_a_tenant_earns_no_credit_while_it_asks_for_nothing() -> None:
     assert 4 <= order.count("a") <= 6
 
 
+@given(entries, st.sets(st.integers(0, 39)), st.sampled_from(["", "s"]))
+def test_work_before_a_request_forgets_those_that_gave_up(
+    queued: list[Entry], gone: set[int], session: str
+) -> None:
+    queue = queue_of(queued)
+    for one in [x for i, x in enumerate(queued) if i in gone]:
+        queue.remove(one)
+    newcomer = entry("b", arrived=5.0, session=session)
+    left = queue_of(x for i, x in enumerate(queued) if i not in gone)
+    assert queue.work_before(newcomer) == left.work_before(newcomer)
+
+
 def test_work_before_a_request_is_its_tenants_and_the_others_shares() -> None:
     first, last = entry(work=100, arrived=1.0), entry(work=50, arrived=3.0)
     queue = queue_of([first, last, entry("b", work=30)])

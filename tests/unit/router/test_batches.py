@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import func, select
 
 from pdserve.background import background
-from pdserve.config import QuotaConfig, RouterConfig
+from pdserve.config import QuotaConfig, StoreConfig
 from pdserve.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -23,9 +23,9 @@ from pdserve.errors import (
     QuotaExceeded,
     WorkerFailed,
 )
+from router.api.answer_sinks import AnsweredLine
 from router.api.batch import runner
 from router.api.batch.runner import BatchLimits, BatchRunner
-from router.api.handling import AnsweredLine
 from router.store.batches import OPEN, BatchStore, ClaimLost, Status
 from router.store.database import StoreUnavailable
 from router.store.schema import lines
@@ -301,7 +301,7 @@ async def test_errors_of_the_store_neither_lose_nor_repeat_what_is_under_way(
 @needs_postgres
 async def test_a_batch_survives_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     with running_postgres() as server:
-        config = RouterConfig(store=server.new_database(), store_files=str(tmp_path))
+        config = StoreConfig(database=server.new_database(), files=str(tmp_path))
         store, answers = make_store(config, tmp_path, "router"), Answers()
         answers.hang = {"b"}
         batch = await create(store, row("a"), row("b"), row("c"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
-from pdserve.config import RouterConfig, TenantConfig, WorkerConfig
+from pdserve.config import GrpcConfig, HttpConfig, RouterConfig, TenantConfig, WorkerConfig
 from pdserve.errors import PermissionDenied
 from pdserve.security.browsers import BrowserGuard
 from pdserve.security.keys import hash_key
@@ -50,7 +50,7 @@ REQUESTS = [
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
-    server = RouterServer(RouterConfig(http_port=0, grpc_port=0))
+    server = RouterServer(RouterConfig(http=HttpConfig(port=0), grpc=GrpcConfig(port=0)))
     addresses = await server.start()
     yield f"http://{addresses.http}"
     await server.stop(0.0)
@@ -125,7 +125,9 @@ def test_origins_are_those_of_cors() -> None:
 async def test_with_keys_any_host_is_served() -> None:
     """A foreign page has no key, and browsers add none."""
     tenants = (TenantConfig(name="a", keys=(hash_key("pd-a"),)),)
-    server = RouterServer(RouterConfig(http_port=0, grpc_port=0, tenants=tenants))
+    server = RouterServer(
+        RouterConfig(http=HttpConfig(port=0), grpc=GrpcConfig(port=0), tenants=tenants)
+    )
     addresses = await server.start()
     headers = {"host": "api.example", "authorization": "Bearer pd-a"}
     async with (

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.types import Constraint, StructuredOutput
-from router.request.constraints import check_constraint, check_schema
+from router.admission.constraints import check_constraint, check_schema
 
 JSON, TAG = Constraint.JSON_SCHEMA, Constraint.STRUCTURAL_TAG
 REGEX, GRAMMAR = Constraint.REGEX, Constraint.GRAMMAR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pdserve.config import SloConfig
+from pdserve.config import QueueConfig, SloConfig
 from pdserve.observe.step_costs import Moments, StepMoments, StepRecorder, StepShape, fit_costs
 from pdserve.types import EngineLimits, Receipt, Role, Usage, WorkerLoad
+from router.admission import AdmissionController
+from router.fleet.billing import Billing
+from router.fleet.peers import RegionPeers
 from router.fleet.registry import Fleet
 from router.placement.cost import (
     FAR_TOKENS,
@@ -26,6 +30,7 @@ from router.placement.cost import (
     RELEARN_S,
     Batch,
     CostModel,
+    Latency,
     QueuedPrompt,
     fit_steps,
     is_clearly_cheaper,
@@ -33,11 +38,13 @@ from router.placement.cost import (
 )
 from router.placement.policies import POLICIES
 from router.placement.values import Decision, Demand, Placement, PlacementContext
+from router.virtual.forecast import Forecast
 from tests.support.router_stack import worker_info
 
 if TYPE_CHECKING:
     from router.fleet.member import Member
     from router.placement.values import PrefixFetch
+    from router.virtual.rules import ModelFacts
 
 STEP_S, TOKEN_S, REQUEST_S, TRANSFER_S = 0.010, 0.001, 0.001, 0.005
 NOTHING = StepMoments()
@@ -152,18 +159,20 @@ class Rig:
         self.costs.answered("demo", Usage(100, tokens, 0), receipt, ttft_s=0.15, e2e_s=0.45)
 
     def predict(self, tokens: int = 100, *, aggregated: bool = False, cached: int = 0) -> float:
-        prefill = None if aggregated else self.prefill.seen()
+        prefill = None if aggregated else self.prefill.snapshot()
         found = self.costs.predict(
             Demand("demo", tokens, tokens + 10),
             prefill,
-            self.decode.seen(),
+            self.decode.snapshot(),
             {"p0": cached, "d0": cached},
         )
         assert found is not None
         return found.ttft_s
 
     def place(self, tokens: int, *, aggregated: bool = False) -> QueuedPrompt:
-        placement = Placement(self.decode.seen(), None if aggregated else self.prefill.seen())
+        placement = Placement(
+            self.decode.snapshot(), None if aggregated else self.prefill.snapshot()
+        )
         demand = Demand("demo", tokens, tokens + 10)
         _, prompt = self.costs.placed(Decision("", [], demand, 0, placement))
         return prompt
@@ -187,7 +196,7 @@ class Rig:
 def test_tokens_in_host_memory_count_as_what_loading_them_saves(share: float, worth: int) -> None:
     rig, demand = Rig(), Demand("demo", 100, 110)
     rig.prefill.report_load(WorkerLoad(0, 0, 0.0, 100, tier_token_s=share * TOKEN_S))
-    found = rig.costs.tier_worth(demand, rig.prefill.seen(), 20, 60)
+    found = rig.costs.tier_worth(demand, rig.prefill.snapshot(), 20, 60)
     assert found == pytest.approx(worth, abs=1)
     loads_s = STEP_S + 20 * TOKEN_S + 60 * min(share, 80 / 60) * TOKEN_S
     assert rig.predict(cached=20 + found) == pytest.approx(loads_s, rel=0.05)
@@ -196,7 +205,7 @@ def test_tokens_in_host_memory_count_as_what_loading_them_saves(share: float, wo
 def plan(rig: Rig, held: int = 80, cached: int = 0) -> PrefixFetch | None:
     """Return the copy of cached tokens from the decode worker to the prefill worker."""
     demand = Demand("demo", 120, 130, token_ids=tuple(range(120)))
-    return rig.costs.fetch(demand, rig.prefill.seen(), rig.decode.seen(), cached, held)
+    return rig.costs.fetch(demand, rig.prefill.snapshot(), rig.decode.snapshot(), cached, held)
 
 
 def test_cached_kv_is_copied_if_that_is_faster_than_computing_it() -> None:
@@ -269,21 +278,21 @@ def test_when_images_are_encoded_is_predicted() -> None:
         assert rig.costs.encode_s("demo", 200) is None
         rig.costs.encoded("demo", 100, 0.05)
     assert rig.costs.encode_s("demo", 200) == pytest.approx(0.1)
-    assert rig.costs.prefill_wait_s(demand, rig.prefill.seen(), {}) == pytest.approx(0.0)
+    assert rig.costs.prefill_wait_s(demand, rig.prefill.snapshot(), {}) == pytest.approx(0.0)
     rig.place(200)
-    wait_s = rig.costs.prefill_wait_s(demand, rig.prefill.seen(), {})
+    wait_s = rig.costs.prefill_wait_s(demand, rig.prefill.snapshot(), {})
     assert wait_s == pytest.approx(200 * TOKEN_S, rel=0.05)
 
 
 def test_an_aggregated_prefill_delays_the_streams_beside_it() -> None:
     rig = Rig()
     rig.decode.report_load(WorkerLoad(0, 4, 0.1, 90))
-    found = rig.costs.predict(Demand("demo", 100, 110), None, rig.decode.seen(), {})
+    found = rig.costs.predict(Demand("demo", 100, 110), None, rig.decode.snapshot(), {})
     assert found is not None
     assert found.itl_s == pytest.approx(STEP_S + 4 * REQUEST_S, rel=0.05)
     assert found.itl_harm_s == pytest.approx(4 * 100 * TOKEN_S, rel=0.02)
     idle = Rig()
-    alone = idle.costs.predict(Demand("demo", 100, 110), None, idle.decode.seen(), {})
+    alone = idle.costs.predict(Demand("demo", 100, 110), None, idle.decode.snapshot(), {})
     assert alone is not None
     assert alone.itl_harm_s == 0.0
     assert found.cost_s > alone.cost_s
@@ -304,7 +313,7 @@ def test_prompts_that_wait_on_a_decode_worker_delay_its_streams_too() -> None:
     rig.decode.report_load(WorkerLoad(0, 4, 0.1, 90))
 
     def cost() -> float:
-        found = rig.costs.predict(Demand("demo", 300, 310), None, rig.decode.seen(), {})
+        found = rig.costs.predict(Demand("demo", 300, 310), None, rig.decode.snapshot(), {})
         assert found is not None
         return found.cost_s
 
@@ -321,16 +330,16 @@ def test_a_step_of_a_rank_is_as_long_as_the_longest_of_its_group() -> None:
     idle, busy = (rig.add(f"g{i}", Role.DECODE, group="g0") for i in range(2))
     idle.placed.outstanding_requests = 1
     busy.report_load(WorkerLoad(0, 6, 0.1, 90))
-    found = rig.costs.predict(demand, rig.prefill.seen(), idle.seen(), {})
+    found = rig.costs.predict(demand, rig.prefill.snapshot(), idle.snapshot(), {})
     assert found is not None
     assert found.itl_s == pytest.approx(STEP_S + 6 * REQUEST_S, rel=0.05)
     # A prompt there delays the streams of all ranks.
-    aggregated = rig.costs.predict(demand, None, idle.seen(), {})
+    aggregated = rig.costs.predict(demand, None, idle.snapshot(), {})
     assert aggregated is not None
     assert aggregated.itl_harm_s == pytest.approx(6 * 100 * TOKEN_S, rel=0.02)
-    assert rig.costs.has_capacity(demand, idle.seen())
+    assert rig.costs.has_capacity(demand, idle.snapshot())
     busy.report_load(WorkerLoad(0, 20, 0.1, 90))
-    assert not rig.costs.has_capacity(demand, idle.seen())
+    assert not rig.costs.has_capacity(demand, idle.snapshot())
 
 
 def test_a_prompt_waits_for_those_of_the_other_ranks_of_its_group() -> None:
@@ -350,15 +359,15 @@ def test_a_prompt_waits_for_those_of_the_other_ranks_of_its_group() -> None:
 def test_without_measurements_nothing_is_predicted() -> None:
     rig = Rig(measured=False)
     demand = Demand("demo", 100, 110)
-    assert rig.costs.predict(demand, rig.prefill.seen(), rig.decode.seen(), {}) is None
-    assert rig.costs.predict(demand, None, rig.decode.seen(), {}) is None
+    assert rig.costs.predict(demand, rig.prefill.snapshot(), rig.decode.snapshot(), {}) is None
+    assert rig.costs.predict(demand, None, rig.decode.snapshot(), {}) is None
     assert rig.costs.estimate("demo", 100, 10) is None
     assert rig.costs.means("demo") is None
     assert not rig.aggregates()
     # New measurements count after a while.
     measure(rig.decode)
     rig.now += REFIT_S
-    assert rig.costs.predict(demand, None, rig.decode.seen(), {}) is not None
+    assert rig.costs.predict(demand, None, rig.decode.snapshot(), {}) is not None
 
 
 def test_the_steps_of_two_self_tests_predict_the_first_request_and_its_next_turn() -> None:
@@ -378,8 +387,8 @@ def test_the_steps_of_two_self_tests_predict_the_first_request_and_its_next_turn
     assert not rig.aggregates()
 
     def cost_s(prefill: Member | None) -> float:
-        cached, seen = {"p0": 400, "d0": 900}, prefill and prefill.seen()
-        found = rig.costs.predict(Demand("demo", 1000, 1010), seen, rig.decode.seen(), cached)
+        cached, seen = {"p0": 400, "d0": 900}, prefill and prefill.snapshot()
+        found = rig.costs.predict(Demand("demo", 1000, 1010), seen, rig.decode.snapshot(), cached)
         assert found is not None
         return found.cost_s
 
@@ -393,7 +402,7 @@ def test_the_transfer_time_of_a_pair_is_its_own_or_that_of_the_model() -> None:
     demand = Demand("demo", 100, 110)
 
     def transfer_s(decode: Member) -> float:
-        found = rig.costs.predict(demand, rig.prefill.seen(), decode.seen(), {})
+        found = rig.costs.predict(demand, rig.prefill.snapshot(), decode.snapshot(), {})
         assert found is not None
         return found.transfer_s
 
@@ -408,7 +417,7 @@ def test_a_decode_worker_takes_requests_until_its_tpot_would_exceed_the_limit() 
     demand = Demand("demo", 100, 110)
     for factor, most in ((0.0, 40), (1.0, 40), (0.4, 10), (0.1, 1)):
         rig, taken = Rig(tpot_s=0.05, reject_factor=factor), 0
-        while taken < 40 and rig.costs.has_capacity(demand, rig.decode.seen()):
+        while taken < 40 and rig.costs.has_capacity(demand, rig.decode.snapshot()):
             taken += 1
             rig.decode.placed.outstanding_requests = taken
             rig.decode.report_load(WorkerLoad(0, taken, 0.1, 90))
@@ -428,9 +437,9 @@ def test_estimates_for_admission_come_from_answered_requests() -> None:
 @pytest.mark.parametrize(
     ("interval_s", "told"),
     [
-        (60.0, "no: predicted TTFT 0.1"),
-        (0.2, "yes: predicted TTFT 0.1"),
-        (0.05, "no: predicted overload; aggregated overload"),
+        (60.0, "about equal: predicted means TTFT 0.1"),
+        (0.2, "yes: predicted means TTFT 0.1"),
+        (0.05, "overload: predicted means overload; aggregated overload. This load is too much"),
     ],
 )
 def test_whether_disaggregation_helps_is_predicted_for_the_load(
@@ -445,6 +454,26 @@ def test_whether_disaggregation_helps_is_predicted_for_the_load(
     assert rig.costs.disaggregation("demo").startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("split", "aggregated", "verdict"),
+    [
+        ((0.338, 0.1601), (0.348, 0.1592), "about equal"),
+        ((1.47, 0.023), (1.42, 0.024), "about equal"),
+        ((1.05, 0.05), (1.0, 0.05), "about equal"),  # where the cost is steepest
+        ((0.5, 0.05), (0.5, 0.08), "yes"),
+        ((0.5, 0.05), (0.3, 0.05), "no"),
+        ((0.5, 0.05), (math.inf, math.inf), "yes"),
+    ],
+)
+def test_small_differences_are_no_reason_for_or_against_disaggregation(
+    split: tuple[float, float], aggregated: tuple[float, float], verdict: str
+) -> None:
+    costs = Rig(tpot_s=0.1).costs
+    assert costs.verdict(Latency(*split), Latency(*aggregated)) == verdict
+    if verdict == "about equal":
+        assert costs.verdict(Latency(*aggregated), Latency(*split)) == verdict
+
+
 @pytest.mark.parametrize(("reported", "steps_of_100"), [(50, 2), (0, 1)])
 def test_the_limit_of_a_worker_sets_the_number_of_steps_of_a_prompt(
     reported: int, steps_of_100: int
@@ -454,3 +483,33 @@ def test_the_limit_of_a_worker_sets_the_number_of_steps_of_a_prompt(
     model = rig.costs.step_model("p0")
     assert model is not None
     assert model.prefill_s(prompt_work(100)) == pytest.approx(steps_of_100 * STEP_S + 0.1, rel=0.02)
+
+
+def test_the_ttft_and_price_of_a_model_follow_its_load() -> None:
+    rig = Rig()
+    for member in (rig.prefill, rig.decode):
+        member.info = replace(member.info, device="cpu", devices=1)
+    billing = Billing({"cpu": 3600.0}, lambda *_, **__: None)  # a second costs 1
+    admission = AdmissionController(QueueConfig(), clock=lambda: rig.now)
+    forecast = Forecast(rig.fleet, rig.costs, admission, billing, RegionPeers(""))
+
+    def facts(prompt_tokens: int = 100, max_tokens: int = 10) -> ModelFacts:
+        model = rig.prefill.info.model
+        return forecast.of(model, prompt_tokens, max_tokens, None, has_images=False, starts=False)
+
+    idle = facts()
+    assert idle.ttft_s == pytest.approx(STEP_S + 100 * TOKEN_S, rel=0.02)
+    steps_s = STEP_S + 100 * TOKEN_S + 10 * (STEP_S + REQUEST_S)
+    assert idle.cost == pytest.approx(steps_s, rel=0.05)
+    # Nine others share the decode steps, and another prompt is computed first.
+    rig.decode.report_load(WorkerLoad(0, 9, 0.1, 90))
+    rig.place(100)
+    loaded = facts()
+    assert loaded.ttft_s == pytest.approx(STEP_S + 200 * TOKEN_S, rel=0.05)
+    shared_s = STEP_S + 100 * TOKEN_S + 10 * (STEP_S + 10 * REQUEST_S) / 10
+    assert loaded.cost == pytest.approx(shared_s, rel=0.1)
+    assert facts(prompt_tokens=5000).cannot == "its context is 4096 tokens"
+    assert (idle.cannot, idle.busy) == ("", "")
+    rig.decode.attached = rig.prefill.attached = False
+    assert "no prefill worker" in facts().busy
+    assert (facts().ttft_s, facts().cost) == (None, None)

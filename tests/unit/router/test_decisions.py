@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec import structs
 
+from pdserve.config import QueueConfig
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import FinishReason, Role
-from router.admission import AdmissionLimits
+from router.attempt.placer import Charge
 from router.fleet.member import Member
 from router.placement.decisions import MAX_OF_ONE_REQUEST, DecisionLog
 from router.placement.policies import least_loaded
 from router.placement.values import NO_CONTEXT, Demand
-from router.request.placer import Charge
 from tests.support.router_stack import PROMPT, ScriptedWorker, request, running_stack, worker_info
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def decide(request_id: str, *, full: bool = False) -> Decision:
         for worker in workers:
             Charge(worker, kv_tokens=1600)
     demand = Demand("demo", 100, 150, request_id=request_id, token_ids=tuple(range(100)))
-    return least_loaded([w.seen() for w in workers], demand, 0, NO_CONTEXT)
+    return least_loaded([w.snapshot() for w in workers], demand, 0, NO_CONTEXT)
 
 
 def test_the_requests_with_the_oldest_decisions_go_first() -> None:
@@ -64,12 +64,11 @@ def test_a_request_that_waits_is_one_decision_until_it_is_placed() -> None:
 
 
 async def test_a_retried_request_records_the_reason() -> None:
-    log = DecisionLog(10)
     workers = [ScriptedWorker(name, Role.PREFILL) for name in ("p1", "p2")]
     decode = ScriptedWorker("d", Role.DECODE)
     async with (
-        running_stack(*workers, decode, decisions=log) as stack,
-        stack.ask(request(request_id="again")) as answer,
+        running_stack(*workers, decode, decisions_kept=10) as stack,
+        stack.ask(request(request_id="chatcmpl-again")) as answer,
     ):
         await decode.submitted()
         workers[0].fail(await workers[0].submitted(), WorkerFailed("its engine died"))
@@ -77,7 +76,10 @@ async def test_a_retried_request_records_the_reason() -> None:
         workers[1].send(second, 7, finish=LENGTH)
         decode.send(to_decode, 8, finish=LENGTH)
         await answer.rest()
-    found = log.of("again")
+    log = stack.requests.decisions
+    found = log.of("again")  # as its client calls it
+    assert found == log.of("chatcmpl-again")
+    assert log.of("gain") == []
     assert [x.cause for x in found] == ["", "pair: its engine died"]
     chosen = [x.decision.placement for x in found]
     assert [x and x.prefill and x.prefill.worker_id for x in chosen] == ["p1", "p2"]
@@ -88,16 +90,16 @@ async def test_a_retried_request_records_the_reason() -> None:
 
 
 async def test_a_refused_request_records_the_reason() -> None:
-    log = DecisionLog(10)
-    limits = AdmissionLimits(queue_timeout_s=0.01)
     prefill = ScriptedWorker("p", Role.PREFILL)
-    async with running_stack(prefill, decisions=log, limits=limits) as stack:
+    async with running_stack(
+        prefill, decisions_kept=10, queue=QueueConfig(timeout_s=0.01)
+    ) as stack:
         member = stack.fleet.members["p"]
         stack.fleet.engine_died(member)
         async with stack.ask(request(request_id="refused")) as answer:
             with pytest.raises(Unavailable):
                 await answer.rest()
-    found = log.of("refused")
+    found = stack.requests.decisions.of("refused")
     assert {x.refused for x in found} == {
         "no prefill worker and no decode worker is ready for model demo: p is draining"
     }

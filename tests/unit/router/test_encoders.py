@@ -42,14 +42,17 @@ def choice(
     aggregated: bool = False,
 ) -> EncoderChoice:
     """Choose for a request on prefill worker p0, which has `ahead` prompt tokens to compute."""
-    prefill, decode = worker("p0", IDLE, outstanding_tokens=ahead).seen(), worker("d0", IDLE).seen()
+    prefill, decode = (
+        worker("p0", IDLE, outstanding_tokens=ahead).snapshot(),
+        worker("d0", IDLE).snapshot(),
+    )
     placement = Placement(decode, None if aggregated else prefill)
     decision = Decision("test", [], demand, 0, placement, cached={"p0": cached})
     return choose_encoder(decision, encoders, times)
 
 
 def encoder(name: str = "e0", ahead: int = 0, **state: object) -> Candidate:
-    return worker(name, IDLE, outstanding_tokens=ahead, **state).seen()
+    return worker(name, IDLE, outstanding_tokens=ahead, **state).snapshot()
 
 
 def test_the_encoder_with_the_shortest_queue_encodes_while_prefill_is_busy() -> None:

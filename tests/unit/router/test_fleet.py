@@ -10,10 +10,11 @@ import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
+from router.attempt.placer import Charge
 from router.fleet.member import PlacedLoad
 from router.fleet.registry import FORGET_AFTER_S, Fleet
+from router.fleet.view import worker_views
 from router.placement.values import MemberState
-from router.request.placer import Charge
 from tests.support.router_stack import MODEL, Clock, worker_info
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def test_a_worker_that_keeps_dying_is_shown_while_it_is_reported(
     def report() -> dict[str, tuple[str, str]]:
         for name in ("d", "new"):
             fleet.report_crash_loop(name, DECODE, MODEL.name, "signal 9")
-        return {name: (x.state.value, x.reported.unhealthy) for name, x in fleet.shown().items()}
+        return {x.info.worker_id: (x.state.value, x.reason) for x in worker_views(fleet)}
 
     crash_looping = ("crash-looping", "signal 9")
     assert report() == {"d": ("ready", ""), "new": crash_looping}
@@ -140,10 +141,10 @@ def test_a_worker_that_keeps_dying_is_shown_while_it_is_reported(
         assert report() == {"d": crash_looping, "new": crash_looping}
     assert not fleet.members
     add(fleet, info)
-    assert fleet.shown()["d"].state is MemberState.READY
+    assert fleet.with_crash_loops()["d"].state is MemberState.READY
     clock.now += 5.0
     fleet.expire()
-    assert set(fleet.shown()) == {"d"}
+    assert set(fleet.with_crash_loops()) == {"d"}
 
 
 def test_a_lost_worker_cannot_renew_but_can_register(fleet: Fleet, clock: Clock) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import WorkerFailed
 from pdserve.types import ErrorInfo, FinishReason, HandoffStyle, StreamDelta
-from router.request.handoff import (
+from router.attempt.handoff import (
     Exported,
     Failed,
     Finished,
@@ -22,7 +22,7 @@ from router.request.handoff import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.request.handoff import Action
+    from router.attempt.handoff import Action
 
     Short = tuple[object, ...]
 

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from pdserve.errors import InvalidRequest, UnsupportedField
 from pdserve.model.images import MAX_IMAGE_BYTES
-from router.operations.image_fetch import MAX_REDIRECTS, ImageFetcher, is_public
+from router.intake.fetch_images import MAX_REDIRECTS, ImageFetcher, is_public
 from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:

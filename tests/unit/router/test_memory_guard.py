@@ -8,11 +8,12 @@ import pytest
 
 from pdserve.background import background
 from pdserve.errors import Overloaded, Refusal
+from pdserve.model.pixels import Pixels
+from pdserve.process.memory import cgroup_limit_bytes, free_bytes
 from pdserve.types import MediaItem
 from router.admission.memory import (
     MediaMemory,
     MemoryGuard,
-    cgroup_limit_bytes,
     resident_bytes,
     trim,
     used_bytes,
@@ -53,6 +54,20 @@ def test_the_limit_is_the_lowest_of_the_control_groups(
     assert cgroup_limit_bytes(tmp_path / "groups", tmp_path) == expected
 
 
+def test_free_memory_is_what_the_control_group_leaves_with_the_cache_that_can_go(
+    tmp_path: Path,
+) -> None:
+    files = {
+        "memory.max": "8192",
+        "memory.current": "6000",
+        "memory.stat": "anon 1\ninactive_file 500",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "groups").write_text("0::/")
+    assert free_bytes(tmp_path / "groups", tmp_path) == 8192 - 6000 + 500
+
+
 async def test_new_requests_are_refused_near_the_limit() -> None:
     used = used_bytes()
     assert used > 10 * MIB
@@ -75,7 +90,7 @@ async def test_images_are_refused_if_no_file_can_be_made_for_them(
     memory = MediaMemory(0, disk_limit=100)
     image = MediaItem("image", "hash", 0, 1, data=b"pixels")
     with pytest.raises(Overloaded, match="disk_mib"):
-        async with memory.keep([image]):
+        async with memory.keep(Pixels([image])):
             raise AssertionError
     assert memory.on_disk == 0
 

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
+from pdserve.config import QueueConfig
 from pdserve.errors import Overloaded, Unavailable
 from pdserve.types import Adapter, Role
-from router.fleet.connections import Connections
+from router.fleet.link_pool import LinkPool
 from router.fleet.on_demand import ASKED_LOAD, START_S, OnDemandModels
 from router.fleet.registry import Fleet
 from tests.support.router_stack import ScriptedWorker
@@ -19,13 +20,15 @@ MODEL = ScriptedWorker("a", Role.AGGREGATED).info.model.name
 
 def on_demand(fleet: Fleet, patience_s: float) -> OnDemandModels:
     adapters = {"tuned": Adapter("tuned", "digest", "/path", MODEL)}
-    return OnDemandModels((MODEL,), fleet, adapters, patience_s=patience_s, max_waiting=1)
+    return OnDemandModels(
+        (MODEL,), fleet, adapters, QueueConfig(timeout_s=patience_s, max_queued_requests=1)
+    )
 
 
 async def test_a_request_waits_for_the_first_worker_and_the_model_stays_known() -> None:
     worker = ScriptedWorker("a", Role.AGGREGATED)
     fleet = Fleet(lease_s=WAIT_S)
-    async with worker.serving(), Connections(fleet, router_id="r"):
+    async with worker.serving(), LinkPool(fleet, router_id="r"):
         models = on_demand(fleet, WAIT_S)
         assert dict(models.loads()) == {MODEL: None}
         assert models.is_missing(MODEL)
@@ -49,7 +52,7 @@ async def test_a_request_waits_for_the_first_worker_and_the_model_stays_known() 
 async def test_the_load_of_a_model_is_unknown_until_it_was_served() -> None:
     worker = ScriptedWorker("a", Role.AGGREGATED)
     fleet = Fleet(lease_s=WAIT_S)
-    async with worker.serving(), Connections(fleet, router_id="r"):
+    async with worker.serving(), LinkPool(fleet, router_id="r"):
         models = on_demand(fleet, WAIT_S)
         fleet.register(worker.info)
         assert dict(models.loads()) == {MODEL: None}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.config import SloConfig
-from pdserve.errors import AnswerNotParsed, Cancelled, ParserFailed, TransferFailed
+from pdserve.errors import AnswerNotParsed, Cancelled, InternalError, ParserFailed, TransferFailed
+from pdserve.process.child_pool import End
 from pdserve.types import (
     FinishReason,
     GenerateRequest,
@@ -19,19 +20,19 @@ from pdserve.types import (
     SamplingParams,
     Usage,
 )
+from router.attempt.answer import AnswerDelta, ParsedDelta
 from router.metrics import RouterMetrics
-from router.request.answer import AnswerDelta, ParsedDelta
-from router.request.parser_process import ParserProcess
-from router.request.parsing import AnswerParser
+from router.steps.parse import ParseStep
+from router.steps.parser_process import ParserProcess
 from tests.support.commands import ROOT
-from tests.support.router_stack import ScriptedWorker, request, running_stack
+from tests.support.router_stack import ScriptedWorker, request, running_stack, serve_parsed
 from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from router.request.answer import Out
+    from router.attempt.answer import Out
 
 SCRIPT = ROOT / "tests/support/scripted_parser.py"
 
@@ -82,7 +83,6 @@ class Service:
         command = (sys.executable, str(SCRIPT), str(directory))
         self.process = ParserProcess(self.metrics, command, **limits)
         self.generator = Generator()
-        self.parser = AnswerParser(self.process)
 
     async def ask(self, text: str, client: Client | None = None, **values: Any) -> Client:
         parsing = Parsing("", {}, values.pop("parser", "fits"), "r", "{}", "{}")
@@ -90,7 +90,7 @@ class Service:
         client = client or Client()
         request = GenerateRequest(text, "m", (1,), sampling, parsing=parsing, **values)
         async with asyncio.timeout(WAIT_S):
-            await self.parser.serve(request, parsing, client, self.generator.serve)
+            await serve_parsed(self.process, request, client, self.generator.serve)
         return client
 
     def counted(self, name: str) -> float:
@@ -121,6 +121,21 @@ async def test_each_answer_is_parsed_apart_and_counted_once(service: Service) ->
     usage = client.deltas[-1].usage
     assert usage is not None
     assert usage.reasoning_tokens == 4
+
+
+class BrokenClient(Client):
+    def write(self, delta: AnswerDelta) -> bool:
+        raise IndexError  # in the answer's writer
+
+
+async def test_a_client_that_fails_ends_its_answer_and_no_other(service: Service) -> None:
+    failed, other = await asyncio.gather(
+        service.ask("one two", BrokenClient()), service.ask("three four"), return_exceptions=True
+    )
+    assert isinstance(failed, InternalError)
+    assert isinstance(other, Client)
+    assert other.text() == "THREE FOUR"
+    assert service.counted("pdserve_parser_restarts_total") == 0
 
 
 async def test_a_dead_process_is_replaced_and_repeats_no_text(service: Service) -> None:
@@ -169,9 +184,9 @@ async def test_a_killed_process_costs_an_idle_stream_nothing(service: Service) -
             asyncio.get_running_loop().call_soon(kill)
 
     def kill() -> None:
-        link = service.process._link
-        assert link is not None
-        link._end("was killed")
+        child = service.process._child
+        assert child is not None
+        child._end(End.BROKE)
         asyncio.get_running_loop().call_later(0.01, go_on.set)
 
     client = await service.ask("one two three", Client(stop_after_one))
@@ -180,15 +195,14 @@ async def test_a_killed_process_costs_an_idle_stream_nothing(service: Service) -
 
 async def test_closing_waits_for_a_process_that_is_just_being_killed(service: Service) -> None:
     await service.ask("one")
-    link, process = service.process._link, service.process._process
-    assert link is not None
-    assert process is not None
-    link._end("was killed")
-    await asyncio.wait([link.ended])
+    child = service.process._child
+    assert child is not None
+    assert child.process is not None
+    child._end(End.BROKE)
+    await asyncio.wait([child.ended])
     await asyncio.sleep(0)  # the process is killed now, and waited for
-    assert service.process._link is None
     await service.process.close()
-    assert process.returncode is not None
+    assert child.process.returncode is not None
 
 
 async def test_a_parser_that_raises_ends_the_answer(service: Service) -> None:
@@ -209,17 +223,19 @@ async def test_a_process_that_does_not_start_fails_the_requests(tmp_path: Path) 
 async def test_an_answer_that_moves_and_a_parser_that_dies_change_nothing(tmp_path: Path) -> None:
     prefill, decode = ScriptedWorker("p", Role.PREFILL), ScriptedWorker("d", Role.DECODE)
     length = FinishReason.LENGTH
-    async with running(tmp_path) as service, running_stack(prefill, decode) as stack:
-        stack.requests._parser = service.parser
+    async with (
+        running(tmp_path) as service,
+        running_stack(prefill, decode, parse=ParseStep(service.process)) as stack,
+    ):
         parsing = Parsing("", {}, "fits", "", "{}", "{}")
         async with stack.ask(request(parsing=parsing)) as answer:
             prefill.send(await prefill.submitted(), 7, finish=length)
             first = await decode.submitted()
             decode.send(first, 8)
             begun = [await answer.next(), await answer.next()]
-            link = service.process._link
-            assert link is not None
-            link._end("was killed")
+            child = service.process._child
+            assert child is not None
+            child._end(End.BROKE)
             decode.fail(first, TransferFailed("lost"))
             second, again = await prefill.submitted(), await decode.submitted()
             assert list(again.resume_token_ids) == [7, 8]

@@ -13,6 +13,7 @@ from msgspec import structs
 from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
 from pdserve.types import Adapter, EngineLimits, WorkerLoad
+from router.attempt.placer import Charge
 from router.placement.cost import MARGIN
 from router.placement.filters import check_servable, why_not
 from router.placement.policies import (
@@ -30,7 +31,6 @@ from router.placement.values import (
     PlacementContext,
     PrefixFetch,
 )
-from router.request.placer import Charge
 from tests.support.placement import (
     DEMAND,
     FULL,
@@ -234,7 +234,7 @@ def test_live_kv_goes_to_a_decode_worker_that_can_have_it() -> None:
         worker("d-draining", draining=True),
     ]
     demand = structs.replace(DEMAND, excluded=frozenset({("d0", "d-excluded")}))
-    policy = partial(place_live, source.seen())
+    policy = partial(place_live, source.snapshot())
     with pytest.raises(Unavailable, match="no decode worker can continue with the KV of d0"):
         policy(seen(others), demand, 0, NO_CONTEXT)
     able = [worker("d1", HALF), worker("d2", IDLE)]
@@ -548,9 +548,9 @@ def test_an_adapter_keeps_its_slot_until_another_needs_it() -> None:
     member = worker("d")
     member.info = replace(member.info, limits=EngineLimits(8, max_loras=2))
     first, second = Charge(member, adapter="x"), Charge(member, adapter="y")
-    assert not member.seen().can_run("z")
+    assert not member.snapshot().can_run("z")
     first.release()
-    assert member.seen().can_run("z")
+    assert member.snapshot().can_run("z")
     assert member.placed.resident == {"x": 0, "y": 1}
     third = Charge(member, adapter="z")
     assert member.placed.resident == {"y": 1, "z": 1}

@@ -37,7 +37,7 @@ def members(draw: st.DrawFn) -> list[Candidate]:
             outstanding_tokens=draw(st.integers(0, 5000)),
             reserved_blocks=draw(st.sampled_from([0, blocks // 2, blocks])),
         )
-        found.append(member.seen())
+        found.append(member.snapshot())
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,16 @@ import pytest
 from pdserve.model import prefix_hash
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
-from router.fleet.connections import Connections
+from router.fleet.link_pool import LinkPool
 from router.fleet.member import Member
 from router.fleet.prefix_watch import PrefixWatcher
 from router.fleet.registry import Fleet
 from tests.support.router_stack import MODEL, worker_info
 from tests.support.timeouts import wait_until
-from workers.cache_mirror import CacheMirror
+from workers.cache.mirror import CacheMirror
+from workers.control.worker_intake import WorkerIntake
 from workers.fake.engine import FakeEngine
-from workers.intake import Intake
+from workers.link.router_link import OpenLinks, RouterLink
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class WatchedWorker:
     """A worker whose cache the test changes, prompt by prompt."""
 
     def __init__(self, name: str, instance_id: str = "e1") -> None:
-        self.service = WorkerService(FakeEngine(MODEL), Intake(Role.AGGREGATED), instance_id)
+        self.service = WorkerService(FakeEngine(MODEL), WorkerIntake(Role.AGGREGATED))
+        self.links = OpenLinks()
         self.mirror = CacheMirror(MODEL.name, SIZE)
         self.keys: dict[bytes, None] = {}
         self.info = worker_info(name, Role.AGGREGATED, instance_id=instance_id)
@@ -43,13 +46,15 @@ class WatchedWorker:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[WatchedWorker]:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self.service.new_session, "127.0.0.1", 0)
+        new_link = partial(RouterLink, self.info.instance_id, self.service, self.links)
+        server = await loop.create_server(new_link, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         self.info = replace(self.info, session_address=f"127.0.0.1:{port}")
         try:
             yield self
         finally:
             server.close()
+            await self.links.closed()
             await self.service.close()
 
     def store(self, *tokens: int) -> None:
@@ -79,7 +84,7 @@ async def watching(
 ) -> AsyncIterator[tuple[Fleet, PrefixWatcher]]:
     watches = PrefixWatcher(max_blocks)
     fleet = Fleet(lease_s=3600.0)
-    async with Connections(fleet, router_id=router_id, watches=watches):
+    async with LinkPool(fleet, router_id=router_id, watches=watches):
         for worker in workers:
             fleet.register(worker.info)
         await wait_until(lambda: len(watches._holders) == len(workers))
@@ -100,8 +105,8 @@ async def test_random_changes_of_two_workers_end_in_what_they_hold() -> None:
             else:
                 worker.evict(*rng.choice(list(worker.keys)))
             if rng.random() < 0.1:
-                for session in list(worker.service.connections):
-                    session._transport.abort()
+                for link in worker.links:
+                    link._transport.abort()
             await asyncio.sleep(0.001)
         held = {x: set(x.service.cache.blocks) for x in (a, b)}
         await wait_until(lambda: len(watches.index) == len(held[a] | held[b]))

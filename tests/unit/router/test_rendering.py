@@ -13,7 +13,7 @@ from pdserve.net import rpc
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from router.admission.memory import MediaMemory
-from router.operations.rendering import MAX_MEDIA_BYTES, ImagePrompt, ImageRenderer
+from router.intake.render_images import MAX_MEDIA_BYTES, ImagePrompt, ImageRenderer
 from tests.support.images import png
 from tests.support.router_stack import MODEL, ScriptedWorker, running_stack
 from tests.support.timeouts import WAIT_S, wait_until
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import grpc.aio
 
     from pdserve.errors import PdserveError
-    from router.operations.image_fetch import ImageFetcher
-    from router.operations.rendering import Rendered
+    from router.intake.fetch_images import ImageFetcher
+    from router.intake.render_images import Rendered
 
 RED, BLUE = png(3, 4), png(5, 6)
 
@@ -77,14 +77,13 @@ async def renderer(
     *workers: RenderingWorker, limit: int = 1 << 30, cache_bytes: int = 1 << 20
 ) -> AsyncIterator[ImageRenderer]:
     async with running_stack(*workers) as stack:
-        services = stack.requests._services
         fetcher = cast("ImageFetcher", Fetched({"u:red": RED, "u:text": b"text"}))
         made = ImageRenderer(
-            services.fleet,
+            stack.fleet,
             rpc.PLAIN,
             fetcher,
             MediaMemory(limit),
-            services.metrics,
+            stack.metrics,
             cache_bytes=cache_bytes,
         )
         yield made
@@ -232,3 +231,16 @@ async def test_a_worker_that_renders_nonsense_is_not_the_clients_fault(
     async with renderer(one) as made:
         with pytest.raises(WorkerFailed, match="no valid prompt"):
             await render(made, prompt(RED))
+
+
+async def test_images_are_rendered_where_their_request_may_be(one: RenderingWorker) -> None:
+    """An equal prompt that was rendered elsewhere is no answer: both share calls to workers."""
+    eu = RenderingWorker("p2", Role.PREFILL, topology={"region": "eu"})
+    regions, until = frozenset({"eu"}), asyncio.get_running_loop().time() + WAIT_S
+    async with renderer(one, eu) as made:
+        await render(made, prompt(RED))
+        await made.render(prompt(RED), MODEL, until, regions)
+        assert (len(one.rendered), len(eu.rendered)) == (1, 1)
+    async with renderer(one) as made:
+        with pytest.raises(Unavailable, match="in region eu"):
+            await made.render(prompt(RED), MODEL, until, regions)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 
 from pdserve import wire
-from pdserve.config import TenantConfig
+from pdserve.config import QueueConfig, SloConfig, TenantConfig
 from pdserve.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -21,24 +22,41 @@ from pdserve.errors import (
     Overloaded,
     PdserveError,
     TransferFailed,
+    Unavailable,
     UnsupportedField,
 )
 from pdserve.types import (
     EngineLimits,
     FinishReason,
     MediaItem,
+    PhaseReport,
     Role,
     SamplingParams,
+    StreamDelta,
     TransferReport,
     Usage,
 )
-from router.admission import Tenants
-from router.request.answer import AnswerDelta, Discard
-from tests.support.router_stack import MEDIA_BYTES, PROMPT, ScriptedWorker, request, running_stack
+from router.api.console.views import _request
+from router.attempt.answer import AnswerDelta, Discard
+from router.attempt.placer import Charge, Placer
+from router.placement.values import PrefixFetch
+from tests.support.router_stack import (
+    MEDIA_MIB,
+    MODEL,
+    PROMPT,
+    ScriptedWorker,
+    request,
+    running_stack,
+)
+from tests.support.timeouts import WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from router.attempt.placer import Reservation
+    from router.fleet.member import Member
+    from router.placement.values import Demand
+    from router.walk import RequestRecord
     from tests.support.router_stack import RouterStack
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -130,11 +148,12 @@ async def test_an_ended_request_is_freed_without_garbage_collection(
     deadline = asyncio.get_running_loop().time() + (0.1 if ending == "late" else 60.0)
     gc.disable()
     try:
-        asking = asyncio.create_task(stack.requests.serve(request(deadline=deadline), Discard()))
+        serve = stack.requests.server.serve
+        asking = asyncio.create_task(serve(request(deadline=deadline), Discard()))
         to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
-        (generation,) = stack.requests._generations
-        kept = [weakref.ref(generation), weakref.ref(generation._attempt)]
-        del generation
+        (open_answer,) = stack.requests.generating.open
+        kept = [weakref.ref(open_answer), weakref.ref(open_answer.attempt)]
+        del open_answer
         match ending:
             case "answered":
                 prefill.send(to_prefill, 7, finish=LENGTH)
@@ -153,6 +172,189 @@ async def test_an_ended_request_is_freed_without_garbage_collection(
         assert [x() for x in kept] == [None, None]
     finally:
         gc.enable()
+
+
+class TestLeaving:
+    """A client may leave wherever its request waits. The stack asserts that nothing stays."""
+
+    async def test_while_it_is_queued(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with (
+            running_stack(
+                prefill, decode, queue=QueueConfig(max_running_requests=1, timeout_s=WAIT_S)
+            ) as stack,
+            stack.ask(request()),
+            stack.ask(request(request_id="r2")),
+        ):
+            await wait_until(lambda: stack.requests.admission.queued == 1)
+        assert [x.receipt is None for x in stack.requests.log.ended] == [True, False]
+
+    async def test_while_its_kv_is_exported(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        other = ScriptedWorker("d2", Role.DECODE)
+        async with running_stack(prefill, decode, other) as stack:
+            stack.member(other).reported = structs.replace(
+                stack.member(other).reported, draining=True
+            )
+            async with stack.ask(request()) as answer:
+                prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+                decode.send(await decode.submitted(), 8)
+                await answer.next()
+                await answer.next()
+                stack.member(other).reported = structs.replace(
+                    stack.member(other).reported, draining=False
+                )
+                assert stack.requests.generating.move_off("d", "the test") == 1
+                assert stack.member(other).placed.outstanding_requests == 1
+            assert not other.has_submissions
+
+    async def test_while_images_wait_for_their_turn(
+        self, stack: RouterStack, prefill: ScriptedWorker
+    ) -> None:
+        link = stack.link_pool.links[stack.member(prefill)]
+        async with link._connection.drain_turn, stack.ask(request(media=(IMAGE,))):
+            await wait_until(lambda: stack.member(prefill).placed.outstanding_requests == 1)
+        assert not prefill.has_submissions
+
+    @pytest.mark.parametrize("copies", [1, 2])
+    async def test_while_cached_kv_is_copied(
+        self,
+        prefill: ScriptedWorker,
+        decode: ScriptedWorker,
+        monkeypatch: pytest.MonkeyPatch,
+        copies: int,
+    ) -> None:
+        """By its own copy, or by that of another request."""
+        async with (
+            running_stack(
+                prefill, decode, queue=QueueConfig(max_running_requests=8, timeout_s=0.1)
+            ) as stack,
+            AsyncExitStack() as asked,
+        ):
+            reserve, plan = Placer.reserve, PrefixFetch("d", 32, 32, 1, 600.0, 600.0, 0.0, 32)
+
+            def with_copy(placer: Placer, demand: Demand) -> Reservation:
+                reservation = reserve(placer, demand)
+                reservation.fetch = plan
+                return reservation
+
+            monkeypatch.setattr(Placer, "reserve", with_copy)
+            for i in range(copies):
+                await asked.enter_async_context(stack.ask(request(request_id=f"r{i}")))
+            placed = stack.member(decode).placed
+            # Each answer, and one copy.
+            await wait_until(lambda: placed.outstanding_requests == copies + 1)
+            assert (await decode.submitted()).WhichOneof("phase") == "prefill"
+            assert (await prefill.submitted()).WhichOneof("phase") == "decode"
+
+
+class TestReadiness:
+    @pytest.mark.parametrize("state", ["draining", "left", "suspended"])
+    async def test_a_model_that_is_given_up_keeps_no_router_out(self, state: str) -> None:
+        """One whose worker may come back does; and so does one that is the only one."""
+        other = ScriptedWorker("o", Role.AGGREGATED, model=replace(MODEL, name="other"))
+        async with running_stack(ScriptedWorker("a", Role.AGGREGATED), other) as stack:
+            stack.requests.models.check_ready()
+
+            def end(member: Member) -> None:
+                if state == "draining":
+                    member.reported = structs.replace(member.reported, draining=True)
+                elif state == "left":
+                    stack.fleet.deregister(member.worker_id, member.info.instance_id)
+                else:
+                    member.reported = structs.replace(member.reported, unhealthy="it hangs")
+
+            end(stack.member(other))
+            if state == "suspended":
+                with pytest.raises(Unavailable, match="model other"):
+                    stack.requests.models.check_ready()
+                return
+            stack.requests.models.check_ready()
+            end(stack.fleet.members["a"])
+            with pytest.raises(Unavailable, match="is ready for model"):
+                stack.requests.models.check_ready()
+
+
+class TestClientThatLeft:
+    """It is no failure of the service, and what was done for it is recorded."""
+
+    @staticmethod
+    def ended(stack: RouterStack) -> tuple[RequestRecord, str]:
+        return stack.requests.log.ended[-1], stack.metrics.render()[0].decode()
+
+    async def test_after_tokens(
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with stack.ask(request()) as answer:
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            await answer.next()
+            decode.send(await decode.submitted(), 8)
+            await answer.next()
+        record, page = self.ended(stack)
+        assert (record.outcome, record.is_partial, record.ttft_met) == ("cancelled", True, True)
+        assert record.usage == Usage(40, 2, 4)
+        receipt = record.receipt
+        assert receipt is not None
+        assert (receipt.prefill_worker, receipt.decode_worker) == ("p", "d")
+        assert receipt.prefill_s == 0.5, "as the worker reported"
+        assert 0 < receipt.decode_s < record.ended - record.arrived
+        assert 0 < record.ttft_s < record.ended - record.arrived
+        assert 'pdserve_requests_total{model="demo",outcome="cancelled"} 1.0' in page
+        assert 'pdserve_slo_requests_total{met="yes",model="demo",slo="ttft"} 1.0' in page
+        assert 'slo="tpot"' not in page
+        row = _request(record)
+        assert (row["partial_receipt"], row["ttft_met"], "receipt" in row) == (receipt, True, False)
+
+    @pytest.mark.parametrize("is_late", [False, True])
+    async def test_before_the_first_token(
+        self, stack: RouterStack, prefill: ScriptedWorker, is_late: bool
+    ) -> None:
+        async with stack.ask(request()):
+            await prefill.submitted()
+            if is_late:
+                (record,) = stack.requests.log.open
+                record.arrived -= SloConfig().ttft_s
+        record, page = self.ended(stack)
+        assert (record.outcome, record.ttft_s) == ("cancelled", 0.0)
+        assert record.ttft_met is (False if is_late else None)
+        assert record.receipt is not None
+        assert record.receipt.prefill_worker == "p"
+        assert record.receipt.prefill_s > 0
+        late = 'pdserve_slo_requests_total{met="no",model="demo",slo="ttft"} 1.0'
+        assert (late in page) is is_late
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+async def test_an_encode_worker_is_blamed_only_for_embeddings_that_were_wanted(
+    prefill: ScriptedWorker,
+    decode: ScriptedWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: int,
+) -> None:
+    """Prefill fetches none for images whose KV it has cached."""
+    kv = replace(prefill.info.kv, embedding_bytes=8)  # type: ignore[type-var]
+    encode = ScriptedWorker("e", Role.ENCODE, kv=kv)
+    async with running_stack(prefill, decode, encode) as stack:
+        reserve = Placer.reserve
+
+        def with_encoder(placer: Placer, demand: Demand) -> Reservation:
+            reservation = reserve(placer, demand)
+            reservation.encode_charge = Charge(stack.member(encode))
+            return reservation
+
+        monkeypatch.setattr(Placer, "reserve", with_encoder)
+        for i in range(3):
+            async with stack.ask(request(request_id=f"r{i}", media=(IMAGE,))) as answer:
+                encode.send(await encode.submitted(), finish=STOP)
+                await wait_until(lambda: not stack.member(encode).placed.outstanding_requests)
+                report, submit = PhaseReport(wanted_images=wanted), await prefill.submitted()
+                prefill.step(StreamDelta(submit.stream_id, (7,), "", (), LENGTH, report=report))
+                decode.send(await decode.submitted(), 8, finish=STOP)
+                await answer.rest()
+        ejected = {("e", "p")} if wanted else set()
+        assert stack.fleet.outliers.ejected(stack.fleet.now()) == ejected
 
 
 class TestParallelSampling:
@@ -247,17 +449,17 @@ class TestImages:
             assert last.token_ids == (7, 8, 9)
             assert last.receipt is not None
             assert (last.receipt.images, last.receipt.render_s) == (1, 0.5)
-        assert stack.requests._services.media_memory.used == 0
+        assert stack.requests.media_memory.used == 0
 
     async def test_pixels_beyond_memory_wait_on_disk(
         self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         """A retry reads them again. Beyond the disk too, requests are refused."""
-        memory = stack.requests._services.media_memory
+        memory = stack.requests.media_memory
         memory.disk_limit = 2 * len(IMAGE.data)
         two = (IMAGE, replace(IMAGE, hash="i", offset=20, data=b"others"))
         asked = request(media=two)
-        with memory.hold(MEDIA_BYTES):
+        with memory.hold(MEDIA_MIB << 20):
             async with stack.ask(asked) as answer:
                 for attempt in range(2):
                     to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
@@ -266,9 +468,11 @@ class TestImages:
                     prefill.send(to_prefill, 7 + attempt, finish=LENGTH)
                     if attempt == 0:
                         decode.fail(to_decode, TransferFailed("no pixels"))
-                assert [x.data for x in asked.media] == [b"", b""], "memory still has them"
+                assert asked.pixels is not None
+                assert not any(x.data for x in asked.pixels._items), "memory still has them"
+                other = request(request_id="r2", media=(IMAGE,))
                 with pytest.raises(Overloaded, match="disk_mib"):
-                    await stack.requests.serve(request(request_id="r2", media=(IMAGE,)), Discard())
+                    await stack.requests.server.serve(other, Discard())
                 decode.send(to_decode, 9, finish=STOP)
                 assert (await answer.rest()).token_ids == (7, 8, 9)
             assert memory.on_disk == 0
@@ -329,10 +533,11 @@ class TestRefusals:
             prefill.send(await prefill.submitted(), 7, finish=STOP)
             assert (await second.rest()).token_ids == (7,)
 
-    async def test_a_worker_is_given_few_prompts_ahead(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    @pytest.mark.parametrize(("step_tokens", "queued"), [(32, 1), (0, 0)])
+    async def test_a_worker_whose_step_is_limited_is_given_few_prompts_ahead(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker, step_tokens: int, queued: int
     ) -> None:
-        prefill.info = replace(prefill.info, limits=EngineLimits(8, 32))
+        prefill.info = replace(prefill.info, limits=EngineLimits(8, step_tokens))
         async with (
             running_stack(prefill, decode, prefill_chunks_ahead=2) as stack,
             stack.ask(request()) as first,
@@ -340,7 +545,7 @@ class TestRefusals:
         ):
             submit = await prefill.submitted()
             await asyncio.sleep(0)
-            assert stack.requests.admission.queued == 1
+            assert stack.requests.admission.queued == queued
             prefill.send(submit, 7, finish=STOP)
             await first.rest()
             prefill.send(await prefill.submitted(), 8, finish=STOP)
@@ -349,9 +554,7 @@ class TestRefusals:
     async def test_a_tenant_over_its_limit_is_refused_and_counted(
         self, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
-        tenants = Tenants(
-            [TenantConfig(name="a", max_concurrent_requests=1), TenantConfig(name="b")]
-        )
+        tenants = [TenantConfig(name="a", max_concurrent_requests=1), TenantConfig(name="b")]
         async with running_stack(prefill, decode, tenants=tenants) as stack:
             async with stack.ask(request(tenant="a")) as answer:
                 submit = await prefill.submitted()

@@ -12,9 +12,11 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
-from router.request.retry import MOVED, Constraints, RetryBudget, RetryPolicy, RetryStep
+from router.attempt.handoff import MOVED
+from router.attempt.recovery import GENERATE_STEPS, Constraints, RetryPolicy, RetryStep
+from router.attempt.retry_budget import RetryBudget
 
-PAIR, AGGREGATED = RetryStep
+PAIR, AGGREGATED = GENERATE_STEPS
 DEAD = WorkerFailed("gone")
 
 
@@ -77,27 +79,32 @@ def test_retries_are_bounded_and_moves_do_not_count() -> None:
     assert retry.done[:5] == ["live_kv:moved"] * 5
 
 
+def take(budget: RetryBudget, model: str, tokens: int, now: float) -> None:
+    with budget.taking(model, tokens, now):
+        pass
+
+
 def test_the_budget_refills_and_may_be_exceeded_by_one_request() -> None:
     budget = RetryBudget(tokens_per_s=10.0, burst_s=2.0)
-    budget.take("m", 5, 0.0)
-    budget.take("m", 100, 0.0)
+    take(budget, "m", 5, 0.0)
+    take(budget, "m", 100, 0.0)
     with pytest.raises(BudgetExhausted) as caught:
-        budget.take("m", 1, 0.0)
+        take(budget, "m", 1, 0.0)
     assert caught.value.retry_after_s == pytest.approx(8.5)
-    budget.take("other", 1, 0.0)
+    take(budget, "other", 1, 0.0)
     with pytest.raises(BudgetExhausted):
-        budget.take("m", 1, 8.4)
-    budget.take("m", 1, 8.6)
+        take(budget, "m", 1, 8.4)
+    take(budget, "m", 1, 8.6)
 
 
-def test_the_budget_returns_unused_tokens() -> None:
+def test_the_budget_takes_nothing_for_a_retry_without_workers() -> None:
     budget = RetryBudget(tokens_per_s=10.0, burst_s=1.0)
-    budget.take("m", 10, 0.0)
-    budget.give_back("m", 10)
-    budget.take("m", 10, 0.0)
+    with pytest.raises(Unavailable), budget.taking("m", 10, 0.0):
+        raise Unavailable("no worker is ready")
+    take(budget, "m", 10, 0.0)
 
 
 def test_a_rate_of_zero_is_no_limit() -> None:
     budget = RetryBudget(0.0, 1.0)
     for _ in range(3):
-        budget.take("m", 10**9, 0.0)
+        take(budget, "m", 10**9, 0.0)

@@ -9,16 +9,16 @@ import pytest
 from pdserve.errors import InvalidRequest, Unavailable, WorkerFailed
 from pdserve.types import Role
 from router.admission import NoRoom
+from router.attempt.placer import Placer
+from router.attempt.recovery import RetryPolicy
 from router.fleet.registry import Fleet
 from router.placement.decisions import DecisionLog, explained
 from router.placement.policies import least_loaded
 from router.placement.revisions import RevisionShares, draw, shares_of
-from router.request.placer import Placer
-from router.request.retry import RetryPolicy
 from tests.support.router_stack import request, worker_info
 
 if TYPE_CHECKING:
-    from router.request.placer import Reservation
+    from router.attempt.placer import Reservation
 
 TWO_OF_EACH = ("p-r1", "d-r1", "p-r2", "d-r2")
 IDS = [f"request-{n}" for n in range(2000)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.config import RolesConfig
 from pdserve.observe.step_costs import StepMoments, StepRecorder, StepShape
 from pdserve.types import EngineLimits, Role, WorkerLoad
-from router.operations.autoscaler import (
+from router.control.autoscaler import (
     COOLDOWN,
     MIN_IMPROVEMENT,
     MIN_LOAD,

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.config import SloConfig
+from pdserve.config import QueueConfig, SloConfig
 from pdserve.types import KvLedger, KvReport, Role, WorkerLoad
-from router.admission import AdmissionController, AdmissionLimits
+from router.admission import AdmissionController
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
 from router.placement.revisions import RevisionShares
@@ -40,7 +40,7 @@ def samples(fleet: Fleet, prefix: str = "pdserve_worker_kv_") -> list[str]:
     metrics = RouterMetrics(SloConfig())
     metrics.watch(
         fleet,
-        AdmissionController(AdmissionLimits(), clock=fleet.now),
+        AdmissionController(QueueConfig(), clock=fleet.now),
         None,
         RevisionShares(),
         tuple,
@@ -96,7 +96,10 @@ def test_load_is_shown_for_every_worker_that_reported_it(fleet: Fleet) -> None:
         kv_cache_usage=0.25,
         free_blocks=48,
         session_blocks=9,
-        session_leases_ended={"expired": 3},
+        retentions_ended={"expired": 3},
+        preemptions=4,
+        draft_tokens=20,
+        accepted_draft_tokens=15,
     )
     assert fleet.renew("d", "e1", load=load, draining=False)
     shown = [
@@ -104,7 +107,10 @@ def test_load_is_shown_for_every_worker_that_reported_it(fleet: Fleet) -> None:
         f"pdserve_worker_num_waiting_reqs{DECODE} 2.0",
         f"pdserve_worker_kv_cache_usage{DECODE} 0.25",
         f"pdserve_worker_session_blocks{DECODE} 9.0",
-        "pdserve_worker_session_leases_ended_total"
+        f"pdserve_worker_preemptions_total{DECODE} 4.0",
+        f"pdserve_worker_draft_tokens_total{DECODE} 20.0",
+        f"pdserve_worker_accepted_draft_tokens_total{DECODE} 15.0",
+        "pdserve_worker_retentions_ended_total"
         + DECODE.replace(",role", ',reason="expired",role')
         + " 3.0",
     ]

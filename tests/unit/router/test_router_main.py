@@ -16,16 +16,25 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from msgspec.structs import replace
 
 from pdserve.client import Client
-from pdserve.config import RouterConfig
+from pdserve.config import (
+    GrpcConfig,
+    HttpConfig,
+    ParsersConfig,
+    RouterConfig,
+    StoreConfig,
+    overlay,
+    parse,
+)
 from pdserve.errors import ConfigError, Overloaded, ParserFailed, Unavailable
 from pdserve.net import rpc
 from pdserve.net.http_server import bind
 from pdserve.types import Parsing
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import RegistryStub
+from router.api.open import MAX_BODY_BYTES
 from router.api.open_requests import OpenRequest, OpenRequests
-from router.main import MAX_BODY_BYTES, RouterServer
-from router.request.answer import Discard
+from router.attempt.answer import Discard
+from router.main import RouterServer
 from tests.support.router_stack import request
 from tests.support.timeouts import WAIT_S
 
@@ -47,7 +56,7 @@ async def running(config: RouterConfig) -> AsyncIterator[RouterAddresses]:
         await server.stop(0.0)
 
 
-ANY_PORT = RouterConfig(http_port=0, grpc_port=0)
+ANY_PORT = RouterConfig(http=HttpConfig(port=0), grpc=GrpcConfig(port=0))
 
 
 async def test_both_apis_listen_where_the_router_says() -> None:
@@ -74,7 +83,9 @@ async def test_both_apis_listen_where_the_router_says() -> None:
 
 async def test_requests_are_refused_at_the_limit_of_memory() -> None:
     async with (
-        running(RouterConfig(http_port=0, grpc_port=0, memory_limit_mib=1)) as addresses,
+        running(
+            RouterConfig(http=HttpConfig(port=0), grpc=GrpcConfig(port=0), memory_limit_mib=1)
+        ) as addresses,
         aiohttp.ClientSession(f"http://{addresses.http}") as http,
         Client(addresses.grpc) as client,
     ):
@@ -115,22 +126,22 @@ async def test_message_over_the_limit_is_refused_and_hurts_no_other() -> None:
         assert await client.list_models() == []
 
 
-@pytest.mark.parametrize("api", ["http", "grpc", "shared_http"])
-async def test_address_in_use_is_an_error_naming_the_key(api: str) -> None:
+@pytest.mark.parametrize("key", ["http.port", "grpc.port", "http.shared_port"])
+async def test_address_in_use_is_an_error_naming_the_key(key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ports = {"http_port": 0, "grpc_port": 0, f"{api}_port": port}
-        server = RouterServer(RouterConfig(**ports))  # type: ignore[arg-type]
+        config = overlay({"http": {"port": 0}, "grpc": {"port": 0}}, {key: port})
+        server = RouterServer(parse(RouterConfig, config))
         with pytest.raises(ConfigError) as caught:
             await server.start()
-        assert caught.value.field == f"{api}_port"
+        assert caught.value.field == key
         await server.stop()
 
 
 async def test_routers_of_one_machine_share_a_port_and_one_that_stops_leaves_it_to_others() -> None:
     with bind("127.0.0.1", 0, is_shared=True) as held:  # nobody else gets it meanwhile
         port = held.getsockname()[1]
-        config = RouterConfig(http_port=0, grpc_port=0, shared_http_port=port)
+        config = RouterConfig(http=HttpConfig(port=0, shared_port=port), grpc=GrpcConfig(port=0))
         servers = [RouterServer(config) for _ in range(2)]
         writers: list[asyncio.StreamWriter] = []
 
@@ -142,7 +153,7 @@ async def test_routers_of_one_machine_share_a_port_and_one_that_stops_leaves_it_
 
         def open_at(server: RouterServer) -> int:
             assert server._http is not None
-            return server._http.open_connections
+            return server._http.server.open_connections
 
         async with asyncio.timeout(WAIT_S):
             try:
@@ -200,13 +211,40 @@ async def test_a_request_ends_with_the_first_error_or_with_a_cancellation_from_e
 
 async def test_the_parser_process_is_the_configured_command(tmp_path: Path) -> None:
     ran, code = tmp_path / "ran", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()"
-    config = replace(ANY_PORT, parser_command=(sys.executable, "-c", code, str(ran)))
+    config = replace(
+        ANY_PORT, parsers=ParsersConfig(command=(sys.executable, "-c", code, str(ran)))
+    )
     server = RouterServer(config)
     parsed = request(parsing=Parsing("", {}, "p", "r", "{}", "{}"))
     try:
         await server.start()
         with pytest.raises(ParserFailed):
-            await server.requests.serve(parsed, Discard())
+            await server.requests.server.serve(parsed, Discard())
     finally:
         await server.stop(0.0)
     assert ran.exists()
+
+
+async def test_a_router_starts_while_its_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:1"),
+        ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+    ):
+        monkeypatch.setenv(name, value)
+    config = replace(
+        ANY_PORT,
+        store=StoreConfig(database="postgresql://nobody@127.0.0.1:1/none", files="s3://bucket"),
+    )
+    async with (
+        running(config) as addresses,
+        aiohttp.ClientSession(f"http://{addresses.http}") as http,
+    ):
+        async with http.get("/v1/models") as response:
+            assert response.status == 200
+        for path in ("/v1/files", "/v1/batches", "/v1/responses/resp-1"):
+            async with http.get(path) as response:
+                assert response.status == 503
+                assert (await response.json())["error"]["code"] == "store_unavailable"

@@ -7,8 +7,8 @@ from msgspec import structs
 
 from pdserve.errors import Unavailable
 from pdserve.types import Adapter, Role
+from router.control.adapters import ServedAdapters
 from router.fleet.member import Member
-from router.operations.adapters import ServedAdapters
 from tests.support.router_stack import MODEL, worker_info
 
 OLD, NEW = (Adapter("tuned", digest, "/path", MODEL.name) for digest in ("old", "new"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.types import GenerateRequest, SamplingParams, Usage
-from router.request.sessions import Sessions
+from router.steps.session import Sessions
 
 WORKERS = frozenset({"p", "d"})
 

@@ -14,8 +14,9 @@ from pdserve.model.tokenizer import digest_of, read_files
 from pdserve.net.rpc import PLAIN
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
+from router.fleet.peers import RegionPeers
 from router.fleet.registry import Fleet
-from router.operations.tokenizers import fetch_tokenizer
+from router.intake.tokenizers import fetch_tokenizer
 from tests.support.router_stack import MODEL, ScriptedWorker, worker_info
 
 if TYPE_CHECKING:
@@ -51,18 +52,18 @@ async def fleet_of(*workers: Sender) -> AsyncIterator[Fleet]:
 async def test_another_worker_is_asked_where_one_has_changed_files() -> None:
     changed, right = Sender("a", FILES | {"chat_template.jinja": b"new"}), Sender("b", FILES)
     async with fleet_of(changed, right) as fleet:
-        assert (await fetch_tokenizer(fleet, PLAIN, SERVED)).encode("hi")
+        assert (await fetch_tokenizer(fleet, PLAIN, RegionPeers(""), SERVED)).encode("hi")
         assert (changed.asked, right.asked) == (1, 1)
 
 
 async def test_a_tokenizer_that_no_worker_sends_is_said_to_be_missing() -> None:
     async with fleet_of(Sender("a", {})) as fleet:
         with pytest.raises(Unavailable, match="worker a: the files of its tokenizer have changed"):
-            await fetch_tokenizer(fleet, PLAIN, SERVED)
+            await fetch_tokenizer(fleet, PLAIN, RegionPeers(""), SERVED)
         with pytest.raises(Unavailable, match="no worker is there"):
-            await fetch_tokenizer(fleet, PLAIN, replace(SERVED, name="other"))
+            await fetch_tokenizer(fleet, PLAIN, RegionPeers(""), replace(SERVED, name="other"))
         with pytest.raises(ConfigError, match="have none that a router can use"):
-            await fetch_tokenizer(fleet, PLAIN, MODEL)
+            await fetch_tokenizer(fleet, PLAIN, RegionPeers(""), MODEL)
 
 
 async def test_a_worker_with_another_tokenizer_is_refused() -> None:

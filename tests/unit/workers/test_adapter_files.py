@@ -12,7 +12,8 @@ from pdserve.errors import InvalidRequest, PermissionDenied
 from pdserve.net.rpc import PLAIN, error_from_rpc
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from workers.adapters import directory_within, read_adapter
+from tests.support.timeouts import WAIT_S
+from workers.control.loaded_adapters import directory_within, read_adapter
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ async def test_none_is_loaded_over_the_api_unless_it_is_switched_on(tmp_path: Pa
     request = w.LoadAdapterRequest(name="red", path=str(adapter(tmp_path / "red")))
     async with PLAIN.open_channel(info.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await WorkerStub(channel).LoadAdapter(request, timeout=10)
+            await WorkerStub(channel).LoadAdapter(request, timeout=WAIT_S)
     found = error_from_rpc(refused.value)
     assert isinstance(found, PermissionDenied)
     assert "worker.adapter_directories" in found.message

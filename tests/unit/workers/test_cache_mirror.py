@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from pdserve.model import prefix_hash
 from pdserve.types import MediaItem, SamplingParams
-from workers.cache_mirror import CacheMirror
+from workers.cache.mirror import CacheMirror
 from workers.engine import AggregatedPhase, CacheChange, Work
-from workers.fake.engine import PrefixCache as FakeCache
+from workers.fake.prefix_cache import PrefixCache as FakeCache
 
 SIZE = 2
 ROOT = prefix_hash.root("m", SIZE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec import structs
 
-from pdserve.config import SessionLeaseConfig
+from pdserve.config import SessionRetentionConfig
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
@@ -26,7 +26,6 @@ from tests.support.fake_router import (
     running_worker,
     token_ids,
 )
-from workers.fake import engine
 from workers.fake.engine import FakeEngine
 from workers.fake.settings import FakeFaults, FakeSettings, settings_from_args
 
@@ -78,9 +77,9 @@ class Pair:
 
 @asynccontextmanager
 async def a_pair(
-    *, lease_s: float = PATIENT_KV.lease_s, pairing_s: float = PAIRING_S
+    *, hold_s: float = PATIENT_KV.hold_s, pairing_s: float = PAIRING_S
 ) -> AsyncIterator[Pair]:
-    settings, kv = FakeSettings(pairing_s=pairing_s), structs.replace(PATIENT_KV, lease_s=lease_s)
+    settings, kv = FakeSettings(pairing_s=pairing_s), structs.replace(PATIENT_KV, hold_s=hold_s)
     prefill, decode = (
         FakeEngine(MODEL, settings, kv, f"{role}-instance") for role in (Role.PREFILL, Role.DECODE)
     )
@@ -125,9 +124,9 @@ async def test_cached_kv_is_copied_without_being_computed_and_else_not_at_all() 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 async def test_the_history_of_a_session_is_evicted_after_the_blocks_of_others(share: float) -> None:
     settings = structs.replace(SMALL, prefix_cache=True)
-    lease = SessionLeaseConfig(share=share)
+    lease = SessionRetentionConfig(share=share)
     async with (
-        running_worker(engine=FakeEngine(MODEL, settings, session_lease=lease)) as server,
+        running_worker(engine=FakeEngine(MODEL, settings, retention=lease)) as server,
         FakeRouter(server) as router,
     ):
         await router.submit(1, tokens=PROMPT, next_turn_s=0.0)
@@ -192,12 +191,12 @@ async def test_a_request_that_can_never_have_its_blocks_is_refused() -> None:
         assert error_of(await router.finish(1))[1] == "max_tokens"
 
 
-async def test_unfetched_blocks_are_free_when_the_lease_ends() -> None:
-    async with a_pair(lease_s=0.05) as pair:
+async def test_unfetched_blocks_are_free_when_the_hold_ends() -> None:
+    async with a_pair(hold_s=0.05) as pair:
         await pair.compute(1)
         await pair.prefill.until_empty()
         await pair.fetch(1)
-        await pair.fails(1, "its lease has ended")
+        await pair.fails(1, "its hold has ended")
 
 
 async def test_a_transfer_that_nobody_prefills_fails_and_holds_nothing_afterwards() -> None:
@@ -212,7 +211,7 @@ async def test_engines_of_other_processes_are_reached_over_tcp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with a_pair() as pair:
-        monkeypatch.setattr(engine, "_local", {})
+        monkeypatch.setattr("workers.fake.producer._local", {})
         await pair.fetch(1)
         await pair.compute(1)
         assert token_ids(await pair.decode.finish(1)) == WHOLE[1:]

@@ -30,7 +30,7 @@ async def test_inputs_whose_clients_leave_do_not_pile_up_at_a_template_that_load
     loaded, started = asyncio.Event(), list[SlowFork]()
 
     async def start(
-        _: ForkServer, _module: str, *, env: Mapping[str, str], fds: Sequence[int]
+        _: ForkServer, _module: str, *_args: str, env: Mapping[str, str], fds: Sequence[int]
     ) -> SlowFork:
         started.append(SlowFork())
         fork = started[-1]
@@ -40,12 +40,12 @@ async def test_inputs_whose_clients_leave_do_not_pile_up_at_a_template_that_load
     monkeypatch.setattr(ForkServer, "start_parent", lambda _: None)
     monkeypatch.setattr(ForkServer, "start", start)
     pool = ForkPool("os:getpid", "timeit", b"", at_once=2, timeout_s=60.0, task="read it")
-    runs = [asyncio.create_task(pool.run(b"", max_answer_bytes=1)) for _ in range(5)]
+    runs = [asyncio.create_task(pool.run(b"")) for _ in range(5)]
     for _ in range(20):
         await asyncio.sleep(0)
     for run in runs:
         run.cancel()
-    late = [asyncio.create_task(pool.run(b"", max_answer_bytes=1)) for _ in range(2)]
+    late = [asyncio.create_task(pool.run(b"")) for _ in range(2)]
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(started) == 2

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.process.gpus import gpu_environment, visible_devices
+from pdserve.errors import ConfigError
+from pdserve.process.gpus import gpu_environment, visible, visible_devices
 from pdserve.v1 import worker_pb2 as w
 from tests.support.cluster import Cluster
 from tests.support.fake_router import running_worker
@@ -189,6 +190,18 @@ def test_a_process_gets_its_gpus_by_their_nvml_indices() -> None:
     }
 
 
+def test_slices_of_a_gpu_are_given_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nvml:
+        def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
+            return f"handle of {name}"
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a, MIG-b")
+    assert dict(visible(Nvml())) == {0: "handle of MIG-a", 1: "handle of MIG-b"}
+    assert gpu_environment((1,)) == {"CUDA_VISIBLE_DEVICES": "MIG-b"}
+    with pytest.raises(ConfigError, match="2 slices, and none 2"):
+        gpu_environment((2,))
+
+
 @pytest.mark.parametrize(
     ("changes", "xids", "fault"),
     [
@@ -233,7 +246,7 @@ async def test_a_worker_is_out_while_its_gpu_is_not_well(monkeypatch: pytest.Mon
     nvml.lost = {"second"}
     async with Cluster(prefill=1, decode=2) as cluster:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)  # for the watch below alone
-        async with watching(cluster.workers["decode-0"].set_unhealthy):
+        async with watching(cluster.workers["decode-0"].readiness.set_unhealthy):
             await cluster.until_state("decode-0", "suspended")
             unhealthy = (await cluster.entries())["decode-0"].unhealthy
             assert unhealthy == "GPU 1 is lost: it does not answer"

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from workers.vllm import group_links
-from workers.vllm.group_links import GroupLinks
+from workers.vllm.ranks import group_links
+from workers.vllm.ranks import join as join_module
+from workers.vllm.ranks.group_links import GroupLinks
 
 _HOST = "127.0.0.1"
 _RESETS = struct.pack("ii", 1, 0)
@@ -34,7 +35,7 @@ def test_a_stranger_at_the_port_of_a_group_does_not_end_its_start(
         return GroupLinks(group, _HOST, rank=rank, size=2, wake=lambda: None)
 
     monkeypatch.setattr(group_links, "_share", share)
-    monkeypatch.setattr(group_links, "_HELLO_S", 0.1)
+    monkeypatch.setattr(join_module, "_HELLO_S", 0.1)
     with ThreadPoolExecutor(1) as pool, socket.socket() as other:
         first = pool.submit(join, 0)
         told = shared.get()

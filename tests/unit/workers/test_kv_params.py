@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from kv_transfer.vllm.params import parse
 from pdserve.errors import InvalidRequest
 from pdserve.types import HandoffStyle, SamplingParams
 from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
-from workers.vllm.kv_params import handle_of, params_for
+from workers.vllm.step.kv_params import handle_of, params_for
 
 AT_ONCE, IN_TURN = HandoffStyle.CONCURRENT, HandoffStyle.SEQUENTIAL
 LEFT = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5}
@@ -36,6 +38,15 @@ def test_a_sequential_prefill_is_ordered_to_keep_its_kv() -> None:
 def test_a_whole_request_needs_no_more_than_its_tokens(style: HandoffStyle) -> None:
     assert params_for(work(AggregatedPhase()), style) == {}
     assert params_for(work(AggregatedPhase(), 7, 8), style) == {"resume": [7, 8]}
+
+
+@pytest.mark.parametrize(
+    "phase", [PrefillPhase("t"), DecodePhase("t", ("h:1",), "e"), AggregatedPhase()]
+)
+def test_kv_that_must_not_be_stored_is_marked_for_the_tiers(phase: Phase) -> None:
+    made = params_for(replace(work(phase), no_tiers=True), AT_ONCE)
+    assert made["no_tiers"] is True
+    assert parse(made).no_tiers
 
 
 def test_a_stream_that_comes_with_its_kv_needs_its_tokens() -> None:

@@ -19,7 +19,7 @@ REDOS = re.compile(r"(a+)+b")
 
 
 class Slow:
-    """What workers.vllm.parsing.RequestParsers is to the process: the work is `do`."""
+    """Stands for RequestParsers in the parser process: the work is `do`."""
 
     def __init__(self, do: Callable[[], object]) -> None:
         self._do = do

@@ -8,15 +8,19 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 
 from pdserve import wire
+from pdserve.config import AccessConfig
 from pdserve.net.discovery import Discovery
+from pdserve.net.rpc import PLAIN, Dialer
+from pdserve.security.tls import dialer
 from pdserve.types import EngineLimits, KvLedger, KvReport, ModelInfo, Role, WorkerInfo, WorkerLoad
 from tests.support.fake_router import WAIT_S, FakeRegistry
-from workers.metering.accounting import BusyTime, WorkerAccount
-from workers.registration import RegistrationRefused, Registrations, RegistrationTiming
-from workers.state import WorkerState
+from workers.link.registration import RegistrationRefused, Registrations, RegistrationTiming
+from workers.link.worker_state import WorkerState
+from workers.metering.worker_account import BusyTime, WorkerAccount
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -47,13 +51,16 @@ class Worker:
     """A worker whose state the test replaces."""
 
     state: WorkerState = field(default_factory=WorkerState)
+    dialer: Dialer = PLAIN
 
 
 async def begin(
     stack: AsyncExitStack, worker: Worker, *addresses: str, **timing: float
 ) -> Registrations:
     timing = {"look_up_s": 0.01, "max_pause_s": 0.1, **timing}
-    registrations = Registrations(addresses, timing=RegistrationTiming(**timing))
+    registrations = Registrations(
+        addresses, dialer=worker.dialer, timing=RegistrationTiming(**timing)
+    )
     stack.push_async_callback(registrations.stop)
     registrations.start(INFO, lambda: worker.state, WorkerAccount(BusyTime(), 0.0))
     return registrations
@@ -125,6 +132,25 @@ async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> N
     assert address in error.message
     await registrations.stop()
     assert not router.left
+
+
+async def test_a_refused_token_is_tried_again_for_a_while(
+    stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    """The token was replaced, and the router has not read it yet."""
+    (tmp_path / "token").write_text("n" * 40)
+    worker = Worker(dialer=dialer(AccessConfig(worker_token_file=str(tmp_path / "token"))))
+    router = FakeRegistry(refusal="requires role worker", status=grpc.StatusCode.PERMISSION_DENIED)
+    address = await stack.enter_async_context(router.serving())
+    registrations = await begin(stack, worker, address)
+    await router.until(lambda: router.refused > 1)
+    assert not registrations.failed.done()
+    router.refusal = ""
+    await registrations.registered()
+    router.refusal = "requires role worker"
+    hopeless = await begin(stack, worker, address, refused_token_s=0.0)
+    async with asyncio.timeout(WAIT_S):
+        assert isinstance(await asyncio.shield(hopeless.failed), RegistrationRefused)
 
 
 async def test_a_refusal_ends_nothing_once_another_router_has_accepted(

@@ -33,14 +33,14 @@ from tests.support.fake_router import (
     token_ids,
 )
 from tests.support.timeouts import wait_until
-from workers.drain import DrainManager, DrainTiming
+from workers.control.worker_drain import DrainManager, DrainTiming
+from workers.control.worker_intake import RoleChangeState, WorkerIntake
 from workers.fake.engine import FakeEngine
 from workers.fake.render import IMAGE_TOKEN
 from workers.fake.settings import FakeFaults, FakeSettings
-from workers.intake import Intake, RoleChangeState
-from workers.registration import Registrations
+from workers.link.registration import Registrations
+from workers.link.router_link import MAX_STRANGERS
 from workers.service import WorkerService
-from workers.session import MAX_STRANGERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -280,7 +280,7 @@ class TestStatusAndDrain:
             assert server.service.ledger().is_empty
             # Another drain finds nothing, and afterwards it can be given work again.
             assert (await router.drain(0.0)).drained
-            await server.undrain()
+            await server.readiness.undrain()
             assert not (await router.status()).draining
 
     @pytest.mark.parametrize("timeout_s", [WAIT_S, 0.0], ids=["waits", "moves"])
@@ -293,7 +293,7 @@ class TestStatusAndDrain:
             async with asyncio.timeout(WAIT_S):
                 while not intake.is_draining or intake.is_moving == bool(timeout_s):
                     await router.status()
-            await server.undrain()
+            await server.readiness.undrain()
             assert not (await draining).drained
             await router.cancel(1)
 
@@ -329,9 +329,9 @@ class TestCancels:
 
 
 @pytest.fixture
-async def prefill() -> AsyncIterator[tuple[Intake, DrainManager]]:
-    intake = Intake(Role.PREFILL)
-    worker = WorkerService(fake_engine("e"), intake, "e")
+async def prefill() -> AsyncIterator[tuple[WorkerIntake, DrainManager]]:
+    intake = WorkerIntake(Role.PREFILL)
+    worker = WorkerService(fake_engine("e"), intake)
     drains = DrainManager(intake, worker, Registrations(()))
     await worker.start()
     yield intake, drains
@@ -341,7 +341,7 @@ async def prefill() -> AsyncIterator[tuple[Intake, DrainManager]]:
 
 class TestRole:
     async def test_a_role_change_is_kept_or_undone(
-        self, prefill: tuple[Intake, DrainManager]
+        self, prefill: tuple[WorkerIntake, DrainManager]
     ) -> None:
         intake, drains = prefill
         assert await drains.change_role(Role.DECODE, 1.0) == 0
@@ -355,7 +355,7 @@ class TestRole:
         assert not drains.settle_role(keep=True)
 
     async def test_a_change_that_cannot_be_is_refused(
-        self, prefill: tuple[Intake, DrainManager]
+        self, prefill: tuple[WorkerIntake, DrainManager]
     ) -> None:
         _, drains = prefill
         for role in (Role.PREFILL, Role.AGGREGATED):

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.errors import ConfigError, UnsupportedField
 from pdserve.types import SamplingParams
-from workers.vllm import speculation
+from workers.vllm.patches import speculation
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.process.wakeup import Wakeup
 from tests.support.timeouts import WAIT_S
-from workers.vllm.sleep import StepSleep
+from workers.vllm.step.sleep import StepSleep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,19 +36,10 @@ def test_a_wake_up_before_the_sleep_ends_it_once(sleep: StepSleep) -> None:
     assert not sleep._poll.poll(0)
 
 
-def test_a_byte_from_a_rank_wakes_it_and_is_read(sleep: StepSleep) -> None:
-    own, rank = socket.socketpair()
-    with own, rank:
-        sleep.watch(own.fileno())
-        rank.send(b"\1")
-        assert wakes_up(sleep)
-        assert not sleep._poll.poll(0)
-
-
-def test_a_rank_that_ended_does_not_keep_it_awake(sleep: StepSleep) -> None:
-    own, rank = socket.socketpair()
-    with own:
-        sleep.watch(own.fileno())
-        rank.close()
-        assert wakes_up(sleep)
-        assert not sleep._poll.poll(0)
+def test_a_watched_event_wakes_it_once(sleep: StepSleep) -> None:
+    event = Wakeup()
+    sleep.watch(event.fileno())
+    event.set()
+    assert wakes_up(sleep)
+    assert not sleep._poll.poll(0)
+    event.close()

@@ -23,7 +23,7 @@ class IdleCore:
     """A core without work, whose group fails if it leaves it."""
 
     info = SimpleNamespace(kv=object())
-    open_streams = ()
+    streams = SimpleNamespace(open_ids=())
     wakeups = ()
 
     def __init__(self, *_: object) -> None:

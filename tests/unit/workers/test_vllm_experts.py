@@ -8,7 +8,7 @@ import torch
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from workers.vllm.experts import expert_tokens, mend_experts
+from workers.vllm.patches.experts import expert_tokens, mend_experts
 
 if TYPE_CHECKING:
     import pytest

@@ -24,7 +24,7 @@ def test_a_model_alone_has_vllms_addresses_and_name() -> None:
     config = config_of("org/llama")
     assert config.worker.served_names == ("org/llama",)
     router = config.router
-    assert (router.http_host, router.http_port, router.grpc_port) == ("0.0.0.0", 8000, 8001)
+    assert (router.http.host, router.http.port, router.grpc.port) == ("0.0.0.0", 8000, 8001)
     assert config.worker.engine_args == {}
 
 
@@ -36,11 +36,13 @@ def test_a_directory_has_the_last_part_of_its_path_as_name_and_vllms_as_alias() 
 def test_flags_of_the_server_are_keys_of_the_router() -> None:
     config = config_of(
         "m --host ::1 --port 9000 --api-key one two --served-model-name a b --revision v2 "
-        "--ssl-certfile c.pem --ssl-keyfile k.pem --disable-log-stats --lora-modules x=/a y=/b"
+        "--ssl-certfile c.pem --ssl-keyfile k.pem --disable-log-stats --lora-modules x=/a y=/b "
+        '--no-headless --allowed-origins ["https://a.example"]'
     )
     router = config.router
-    assert (router.http_host, router.http_port, router.grpc_port) == ("::1", 9000, 9001)
+    assert (router.http.host, router.http.port, router.grpc.port) == ("::1", 9000, 9001)
     assert (router.access.http_tls.cert_file, router.access.http_tls.key_file) == ("c.pem", "k.pem")
+    assert router.http.cors_origins == ("https://a.example",)
     assert router.tenants[0].keys == (hash_key("one"), hash_key("two"))
     assert (config.worker.model, config.worker.served_names) == ("m@v2", ("a", "b"))
     assert config.worker.adapters == {"x": "/a", "y": "/b"}
@@ -89,10 +91,26 @@ def test_a_token_of_the_hub_stays_out_of_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("m --max-modle-len 8", "unrecognized arguments: --max-modle-len 8"),
+        (
+            "m --max-modle-len 8",
+            "unrecognized arguments: --max-modle-len 8; did you mean --max-mod",
+        ),
+        (
+            "m --max-num-se 8",
+            "unrecognized arguments: --max-num-se 8; did you mean --max-num-seqs?",
+        ),
+        (
+            "m --uvicorn-log-level info",
+            "--uvicorn-log-level: pdserve's router does not honour this",
+        ),
+        ("m --uvicorn-log-level info --root-path /x", "instead: router.log.level\n--root-path: "),
+        ("m --disable-log-requests", "instead of --disable-log-requests: requests are not logged"),
+        ("m --task embed", "--pooling N starts workers for embeddings"),
+        ("m --enable-log-requests", "instead: router.log.access"),
         ("m --max-model-len many", "argument --max-model-len: invalid human_readable_int_or_auto"),
         ("m --dtype float99", "argument --dtype: invalid choice: 'float99'"),
         ("m --decode.nope 1", "flags of decode alone: unrecognized arguments: --nope"),
+        ("m --root-path /x --decode.port 1", "--decode.port: pdserve's router does not"),
         ("m --reasoning-parser qwen3", "--reasoning-parser: pdserve's router does not"),
         ("m --decode.port 1", "--decode.port: pdserve's router does not"),
         ("m --kv-transfer-config {}", "--kv-transfer-config: pdserve sets this engine argument"),

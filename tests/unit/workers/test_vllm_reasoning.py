@@ -10,7 +10,7 @@ import pytest
 from kv_transfer.vllm.continuation import Continuations
 from pdserve.errors import InvalidRequest
 from pdserve.types import ReasoningGate
-from workers.vllm.reasoning import set_gate
+from workers.vllm.patches.reasoning import set_gate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

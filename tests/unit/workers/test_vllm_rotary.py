@@ -7,7 +7,7 @@ import torch
 from vllm import _custom_ops
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from workers.vllm.rotary import mend_rotary
+from workers.vllm.patches.rotary import mend_rotary
 
 _HEAD, _NOPE, _RANK = 64, 32, 512
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.observe.step_costs import StepRecorder, fit_costs, total
-from workers.vllm import self_test
+from workers.vllm.start import self_test
 
 STEP_S, TOKEN_S = 0.01, 0.001
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,17 @@ import pytest
 
 from pdserve.observe.step_costs import StepShape
 from pdserve.types import WorkerLoad
-from workers.metering.accounting import BusyTime, StepWork
-from workers.vllm.steps import COLD_STEPS, UNKNOWN_S, IdleSteps, StepWatch, work_of
+from router.fleet.health import StallDetector
+from workers.metering.worker_account import BusyTime, StepWork
+from workers.vllm.step.watch import (
+    COLD_STEPS,
+    UNKNOWN_S,
+    IdleSteps,
+    Starvation,
+    StepWatch,
+    cpu_waits,
+    work_of,
+)
 
 
 def output(
@@ -176,3 +187,73 @@ def test_steps_in_flight_are_seen_before_the_thread_sleeps() -> None:
     assert not queued.after_step(computed=False)
     assert not queued.after_step(computed=True)
     assert not queued.after_step(computed=False)
+
+
+class Gpu(Scheduler):
+    """A worker on a GPU with two steps in flight: layers are launched at once, and nothing shows
+    until a step ends. A router looks twice a second, `phase_s` after the steps."""
+
+    def __init__(self, phase_s: float) -> None:
+        super().__init__()
+        self.now += phase_s
+        self.busy = BusyTime()
+        self.watch = StepWatch(self, self.busy, None, lambda: self.now)
+        self.running = ["a"]
+        self._stalls, self._frames = StallDetector(), 0
+
+    def compute(self, tokens: int, before: int, took_s: float) -> str:
+        """Compute a step. Return why the router takes the worker for hung."""
+        self.watch.begin(has_work=True)
+        self.next, why = output({"a": tokens}, cached={"a": before}), ""
+        self.schedule()
+        for _ in range(int(took_s * 2)):
+            self.now += 0.5
+            why = why or self.look()
+        self.end(took_s % 0.5)
+        self.watch.end(computed=True, has_work=True)
+        return why
+
+    def look(self) -> str:
+        self._frames += 1
+        return self._stalls.check(
+            self.now, frames=self._frames, streams=1, load=self.load(), stall_s=2.0
+        )
+
+
+@pytest.mark.parametrize("phase_s", [0.0, 0.23, 0.41])
+@pytest.mark.parametrize(("base_s", "slope_s"), [(0.9, 0.28), (1.15, 0.35), (0.2, 0.05)])
+def test_steps_of_a_long_prompt_on_a_gpu_are_not_taken_for_a_hung_engine(
+    base_s: float, slope_s: float, phase_s: float
+) -> None:
+    """Estimates for 32B on an H100, 70B on an H200 and 8B, in chunks of 8,192 tokens."""
+    gpu, chunk = Gpu(phase_s), 8192
+    for tokens in [chunk, 64, 1, 512, 1, 2048] * 8:
+        assert gpu.compute(tokens, 0, base_s * (0.05 + tokens / chunk)) == ""
+    for k in range(16):
+        assert gpu.compute(chunk, k * chunk, base_s + slope_s * k) == ""
+    gpu.next = output({"a": chunk}, cached={"a": 16 * chunk})
+    gpu.watch.begin(has_work=True)
+    gpu.schedule()
+    hung = []
+    for _ in range(200):
+        gpu.now += 0.5
+        hung.append(gpu.look())
+    assert hung[-1].startswith("no engine step for"), "a step that never ends"
+
+
+@pytest.mark.parametrize(("waited_share", "is_hung"), [(0.0, True), (0.9, False)])
+def test_time_without_a_cpu_does_not_count(*, waited_share: float, is_hung: bool) -> None:
+    """Threads of an engine are ready to run but wait, or sleep for good."""
+    gpu = Gpu(0.0)
+    starvation = Starvation(read=lambda _: {1: gpu.now * waited_share, 2: 5.0})
+    gpu.layers_done = 0
+    gpu.watch = StepWatch(gpu, gpu.busy, gpu, lambda: gpu.now, starvation)
+    for _ in range(COLD_STEPS):
+        assert gpu.compute(8, 0, 0.5) == ""
+    assert bool(gpu.compute(8, 0, 8.0)) is is_hung
+
+
+def test_the_kernel_counts_the_waits_of_threads() -> None:
+    waits = cpu_waits([os.getpid(), 2**30])
+    assert set(waits) <= {int(x.name) for x in Path("/proc/self/task").iterdir()}
+    assert all(wait >= 0 for wait in waits.values())

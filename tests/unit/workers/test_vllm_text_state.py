@@ -34,9 +34,15 @@ class Vllm:
     RequestState: Any
     EngineCoreRequest: Any
 
-    def state(self, stop: Sequence[str], include: bool, min_tokens: int) -> Any:
+    def state(
+        self,
+        stop: Sequence[str],
+        include: bool,
+        min_tokens: int,
+        prompt: Sequence[int] = (1, 2, 3),
+    ) -> Any:
         from pdserve.types import SamplingParams
-        from workers.vllm.sampling import to_vllm
+        from workers.vllm.step.sampling import to_vllm
 
         sampling = SamplingParams(
             max_tokens=1000,
@@ -45,11 +51,11 @@ class Vllm:
             min_tokens=min_tokens,
             logprobs=0,
         )
-        work = Work(1, "r", (1, 2, 3), sampling, AggregatedPhase())
+        work = Work(1, "r", tuple(prompt), sampling, AggregatedPhase())
         request = self.EngineCoreRequest(
             request_id="r-1",
             external_req_id="r",
-            prompt_token_ids=[1, 2, 3],
+            prompt_token_ids=list(prompt),
             mm_features=None,
             sampling_params=to_vllm(work, {}),
             pooling_params=None,
@@ -96,7 +102,7 @@ def generate(state: Any, tokens: Sequence[int], *, goes_on: bool = False) -> Out
     import numpy as np
     from vllm.v1.outputs import LogprobsLists
 
-    from workers.vllm import sampling as text_state
+    from workers.vllm.step import sampling as text_state
 
     out = Output()
     for index, token in enumerate(tokens):
@@ -116,7 +122,7 @@ def generate(state: Any, tokens: Sequence[int], *, goes_on: bool = False) -> Out
 
 def splits(vllm: Vllm, tokens: Sequence[int], settings: tuple[Any, ...]) -> None:
     """Asserts that every split of `tokens` gives what the whole gives."""
-    from workers.vllm import sampling as text_state
+    from workers.vllm.step import sampling as text_state
 
     whole = generate(vllm.state(*settings), tokens)
     for cut in range(1, len(whole.token_texts)):
@@ -170,7 +176,7 @@ def test_bytes_that_are_no_character_are_the_same_in_two_parts(vllm: Vllm) -> No
 
 
 def test_the_first_part_keeps_back_what_may_become_a_stop_string(vllm: Vllm) -> None:
-    from workers.vllm import sampling as text_state
+    from workers.vllm.step import sampling as text_state
 
     tokens = vllm.tokenizer.encode("the quick brown fox")
     settings = (("quick brown",), False, 0)
@@ -179,3 +185,27 @@ def test_the_first_part_keeps_back_what_may_become_a_stop_string(vllm: Vllm) -> 
     assert (whole.stopped, whole.text) == ("quick brown", "the ")
     assert whole.text.startswith(first.text)
     assert text_state.feed(vllm.state(("quick",), False, 0), tokens) == "quick"
+
+
+@pytest.mark.parametrize("name", list(TEXTS))
+def test_a_character_that_the_prompt_begins_is_completed_by_the_answer(
+    vllm: Vllm, name: str
+) -> None:
+    from workers.vllm.patches.detokenize import mend_start
+
+    tokens = vllm.tokenizer.encode(TEXTS[name])
+    for cut in range(1, len(tokens)):
+        state = vllm.state((), False, 0, prompt=tokens[:cut])
+        mend_start(state.detokenizer, vllm.tokenizer, tokens[:cut])
+        begun = vllm.tokenizer.decode(tokens[:cut]).rstrip("\ufffd")
+        assert begun + generate(state, tokens[cut:]).text == TEXTS[name], cut
+
+
+def test_broken_bytes_of_the_prompt_are_not_repeated(vllm: Vllm) -> None:
+    from workers.vllm.patches.detokenize import mend_start
+
+    broken = [vllm.tokenizer.encode("漢")[-1]] * 6
+    prompt = [*vllm.tokenizer.encode("a long prompt "), *broken]
+    state = vllm.state((), False, 0, prompt=prompt)
+    mend_start(state.detokenizer, vllm.tokenizer, prompt)
+    assert generate(state, vllm.tokenizer.encode("ok then")).text == "ok then"

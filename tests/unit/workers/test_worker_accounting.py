@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import IDLE
-from workers.metering.accounting import BusyTime, EnergyMeter, StepWork, WorkerAccount
 from workers.metering.energy import Unmeasured, rapl_counter
+from workers.metering.worker_account import BusyTime, EnergyMeter, StepWork, WorkerAccount
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import REGISTRY, Gauge
 
 from pdserve.net import rpc
 from pdserve.types import Role
@@ -62,11 +63,34 @@ async def test_a_worker_without_kv_reports_it() -> None:
         assert tasks.startswith("pdserve_asyncio_tasks ")
 
 
+async def test_metrics_of_vllm_have_its_names_and_the_names_of_adapters() -> None:
+    loras = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+    gauges = [
+        Gauge("vllm:num_requests_running", "", ("model_name", "engine")),
+        Gauge("vllm:lora_requests_info", "", loras),
+        Gauge("another_library", ""),
+    ]
+    try:
+        gauges[0].labels("m", "0").set(2)
+        for at, running in enumerate(("sql@a1,law@b1", "sql@a2,law@b1")):
+            gauges[1].labels("4", "", running).set(at)
+        async with running_worker(engine=FakeEngine(MODEL)) as server:
+            _, text = await get(server, "/metrics")
+    finally:
+        for gauge in gauges:
+            REGISTRY.unregister(gauge)
+    adapters = 'max_lora="4",running_lora_adapters="sql,law",waiting_lora_adapters=""'
+    assert [x for x in text.splitlines() if not x.startswith(("#", "pdserve_"))] == [
+        'vllm:num_requests_running{engine="0",model_name="m"} 2.0',
+        f"vllm:lora_requests_info{{{adapters}}} 1.0",
+    ]
+
+
 async def test_health_and_readiness_follow_drain_and_death() -> None:
     async with running_worker(Role.PREFILL) as server:
         assert await get(server, "/healthz") == (200, {"status": "ok"})
         assert await get(server, "/ready") == (200, {"status": "ready"})
-        await server.drain(WAIT_S)
+        await server.readiness.drain(WAIT_S)
         assert await get(server, "/healthz") == (200, {"status": "draining"})
         assert (await get(server, "/ready"))[0] == 503
         server.service._on_failure(RuntimeError("the test says so"))

@@ -26,15 +26,15 @@ from tests.support.fake_router import (
     running_worker,
     worker_config,
 )
-from workers.engines import make_engine
 from workers.main import pin, run_worker, thread_environment
+from workers.make_engine import make_engine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.support.processes import RunningProcess
-    from workers.vllm.settings import VllmSettings
+    from workers.vllm.start.settings import VllmSettings
 
 
 @asynccontextmanager
@@ -132,7 +132,7 @@ async def test_health_is_serving_until_the_drain() -> None:
         for name in ("", "pdserve.v1.Worker"):
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
-        assert (await server.drain(WAIT_S))[0]
+        assert (await server.readiness.drain(WAIT_S))[0]
         reply = await stub.Check(health_pb2.HealthCheckRequest())
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -12,14 +12,14 @@ export function actionsFor(app, worker) {
   const body = { worker_id: worker.id };
   if (["lost", "left", "crash-looping", "connecting"].includes(worker.state)) return [];
   if (worker.state === "draining") {
-    return [button("Undrain", "undrain", body, "It takes requests again.")];
+    return [button("Undrain", "undrain", body, "It accepts requests again.")];
   }
   const found = [button("Drain", "drain", body,
-    "It takes no more requests. Streams that have not ended in 30 s are moved to other workers.")];
+    "It accepts no new requests. Streams that have not ended in 30 s move to other workers.")];
   const role = OTHER[worker.role];
   if (role) {
     found.push(button(`Make it ${role}`, "role", { ...body, role },
-      "It drains, takes the other role and is probed. If the probe fails, it keeps its role.",
+      "It drains, changes its role and is probed. If the probe fails, it keeps its old role.",
       `Make ${worker.id} a ${role} worker`));
   }
   return found;

@@ -4,6 +4,7 @@ import { chatView } from "./chat.js";
 import { make, number, setText } from "./dom.js";
 import { flowView } from "./flow.js";
 import { goodputView } from "./goodput.js";
+import { overviewView } from "./overview.js";
 import { requestsView } from "./requests.js";
 import { sessionsView } from "./sessions.js";
 import { State } from "./state.js";
@@ -12,6 +13,7 @@ import { verdictView } from "./verdict.js";
 import { workersView } from "./workers.js";
 
 const VIEWS = {
+  overview: ["Overview", overviewView],
   requests: ["Requests", requestsView],
   workers: ["Workers", workersView],
   sessions: ["Sessions", sessionsView],
@@ -21,6 +23,7 @@ const VIEWS = {
   chat: ["Chat", chatView],
 };
 const RETRY_S = 1;
+const SILENCE_S = 5; // the router sends four events a second
 
 const app = { state: new State(), key: "", colors: {} };
 const status = document.getElementById("status");
@@ -30,7 +33,7 @@ let current = null;
 let isDue = false;
 
 function show() {
-  const name = location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "requests";
+  const name = location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "overview";
   const [title, open] = VIEWS[name];
   current = made[name] ??= open(app);
   main.replaceChildren(current.root);
@@ -68,17 +71,28 @@ function askKey(why) {
 }
 
 async function connect() {
-  for await (const event of events("/console/events", { key: app.key })) {
+  const lost = new AbortController();
+  let timer = 0;
+  for await (const event of events("/console/events", { key: app.key, signal: lost.signal })) {
+    clearTimeout(timer);
+    timer = setTimeout(() => lost.abort(), SILENCE_S * 1e3);
     if (event.hello) {
       app.state = Object.assign(app.state, new State(), { hello: event.hello });
       document.querySelector("h1").title = `version ${event.hello.version}`;
       continue;
     }
     app.state.apply(event);
-    status.className = "live";
+    showConnection("live");
     setText(status, `${number(app.state.running)} running, ${number(app.state.queued)} queued`);
     draw();
   }
+}
+
+/** Without the router, what the page shows is the past: it turns grey. */
+function showConnection(kind) {
+  status.className = kind;
+  document.body.classList.toggle("stale", kind === "lost" && app.state.hello !== null);
+  if (app.state.hello) draw();
 }
 
 async function run() {
@@ -86,15 +100,15 @@ async function run() {
     try {
       await connect();
     } catch (error) {
-      status.className = "lost";
-      setText(status, error.message);
+      showConnection("lost");
+      setText(status, error.status ? error.message : "the router does not answer");
       if (error.status === 401 || (error.status === 403 && app.key)) {
-        app.key = await askKey(error.message);
+        app.key = await askKey(app.key ? `This is not the key of an administrator: ${error.message}` : error.message);
         continue;
       }
       if (error.status === 403) return;
     }
-    status.className = "lost";
+    showConnection("lost");
     if (!status.textContent) setText(status, "not connected");
     await new Promise((resolve) => setTimeout(resolve, RETRY_S * 1e3));
   }

@@ -25,7 +25,7 @@ export function chatView(app) {
   const keyLabel = labelled("Tenant's key", key);
   const form = make("form", { onsubmit: (event) => { event.preventDefault(); question(); } },
     text, pictures, make("details", {}, make("summary", {}, "Tools as JSON"), tools, example),
-    make("p", { class: "controls" }, labelled("Model", model), labelled("Reasoning", effort), labelled("Tokens at most", limit), keyLabel, send, stop, clear));
+    make("p", { class: "controls" }, labelled("Model", model), labelled("Reasoning", effort), labelled("Maximum tokens", limit), keyLabel, send, stop, clear));
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });

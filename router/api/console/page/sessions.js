@@ -15,13 +15,13 @@ export function sessionsView(app) {
     if (state.now - drawnAt < EVERY_S) return;
     drawnAt = state.now;
     const { rows, count } = state.sessions;
-    lead.textContent = "A session is a conversation that a client names. Cached is the share of its prompts' tokens that workers had; "
-      + "computed again are tokens of its last turn that the next one found in no cache. "
+    lead.textContent = "A session is a conversation that a client names. Cached: share of its prompt tokens that workers had; "
+      + "computed again: tokens of a turn that were not cached for the next one. "
       + (count > rows.length ? `The last ${number(rows.length)} of ${number(count)} are shown.` : "");
     place.replaceChildren(rows.length
       ? table("Sessions", ["session", "tenant", "model", "workers", "turns", "prompt tokens", "cached", "computed again", "last answer"],
         rows.map(line), { class: "sessions" }, { words: 4 })
-      : make("p", { class: "none" }, "No client has named a session."));
+      : make("p", { class: "none" }, "No client has named a session with the header x-session-id or an agent's session id."));
   }
 
   function line(x) {

@@ -1,7 +1,8 @@
 // State that the router has sent. All times are in seconds on the router's clock.
 
 const STEPS_S = 16; // history of steps and KV usage kept for the lanes
-const WINDOW_S = 900;
+const SAMPLE_S = 5; // between two samples of the workers
+export const SPAN_S = 900; // history of requests and samples
 
 export class State {
   hello = null;
@@ -11,6 +12,7 @@ export class State {
   open = new Map(); // requests by number
   ended = []; // in the order of their end
   workers = new Map(); // by id; each with `steps` and `usage`, both oldest first
+  samples = []; // of all workers, oldest first: at, kv, fullest, ready
   pairs = [];
   models = [];
   sessions = { count: 0, rows: [] }; // the last ones, newest first
@@ -53,17 +55,29 @@ export class State {
       steps.splice(0, Math.max(0, steps.findIndex((x) => x[0] > old)));
       usage.splice(0, Math.max(0, usage.findIndex((x) => x[0] > old)));
     }
+    this.#sample();
     if (event.pairs) this.pairs = event.pairs;
     if (event.models) this.models = event.models;
     if (event.sessions) this.sessions = event.sessions;
     if (event.on_demand) this.onDemand = event.on_demand;
   }
 
+  #sample() {
+    if (this.now - (this.samples.at(-1)?.at ?? -Infinity) < SAMPLE_S) return;
+    const workers = [...this.workers.values()];
+    const usage = workers.map((x) => x.kv_usage).filter((x) => x !== undefined);
+    this.samples.push({
+      at: this.now, kv: usage.length ? usage.reduce((a, b) => a + b) / usage.length : undefined,
+      fullest: Math.max(0, ...usage), ready: workers.filter((x) => x.state === "ready").length,
+    });
+    if (this.samples[0].at < this.now - SPAN_S) this.samples.shift();
+  }
+
   #forget() {
     const { ended } = this;
     const tooMany = ended.length - this.hello.kept;
     let count = Math.max(0, tooMany);
-    while (count < ended.length && ended[count].ended < this.now - WINDOW_S && ended.length - count > 200) count++;
+    while (count < ended.length && ended[count].ended < this.now - SPAN_S && ended.length - count > 200) count++;
     if (count) ended.splice(0, count);
   }
 
@@ -81,21 +95,27 @@ export class State {
   }
 }
 
-/** Return the mean time between the tokens of an answer, or undefined for one token. */
+/** Return the mean time between the tokens of an answer, or undefined for one token or a part of an answer. */
 export function tpotOf(row) {
+  if (!row.receipt) return undefined;
   const gaps = (row.usage?.completion_tokens ?? 0) - 1;
   return gaps > 0 ? (row.ended - row.arrived - row.ttft_s) / gaps : undefined;
 }
 
-/** Return the outcome of a request: queued, running, finished, refused or failed. */
+/** Return the receipt of an answer, or of the part that was made. */
+export const receiptOf = (row) => row.receipt ?? row.partial_receipt;
+
+/** Return the outcome of a request: queued, running, finished, aborted (by its client), refused or failed. */
 export function fateOf(row) {
   if (!row.outcome) return row.admitted ? "running" : "queued";
   if (row.receipt) return "finished";
+  if (row.outcome === "cancelled") return "aborted";
   return row.admitted ? "failed" : "refused";
 }
 
-/** Return true if a request met both targets; undefined if it was not answered. */
+/** Return true if a request met both targets; undefined if it was not answered. Of an aborted request the first token
+ * counts; undefined if its client left before that was due. */
 export function metSlo(row, slo) {
-  if (!row.receipt) return undefined;
+  if (!row.receipt) return row.ttft_met;
   return row.ttft_s <= slo.ttft_s && (tpotOf(row) ?? 0) <= slo.tpot_s;
 }

@@ -1,9 +1,8 @@
 // Is disaggregation helping? The cost model's prediction for disaggregated and aggregated workers.
 
-import { keep, make, number, quantile, seconds } from "./dom.js";
+import { keep, make, number, seconds } from "./dom.js";
 import { tpotOf } from "./state.js";
 
-const TITLES = { true: "yes", false: "no", null: "not known yet" };
 
 export function verdictView(app) {
   const { state } = app;
@@ -11,8 +10,8 @@ export function verdictView(app) {
   const root = make("section", {},
     make("h2", {}, "Is disaggregation helping?"),
     make("p", { class: "lead" },
-      "The router predicts the last requests on the prefill and decode workers that there are, and on as many aggregated ",
-      "workers, from the measured steps of the engines. What weighs more, TTFT or TPOT, follows from the targets."),
+      "The router predicts the latency of the last requests on the current workers and on the same number of aggregated ",
+      "workers, from measured engine steps. The targets determine the weights of TTFT and TPOT."),
     cards);
 
   function update() {
@@ -25,11 +24,11 @@ export function verdictView(app) {
     if (card.shown === text) return;
     card.shown = text;
     const answered = state.since(60).filter((x) => x.model === model.name && x.receipt);
-    card.className = `card verdict ${model.helps === null ? "" : model.helps ? "yes" : "no"}`;
-    card.replaceChildren(make("h2", {}, `${model.name}: ${TITLES[model.helps]}`),
-      ...(model.helps === null
-        ? [make("p", {}, "Too little was measured: it takes prefill and decode workers, and some requests through both.")]
-        : [compare("TTFT", "ttft_s", model), compare("TPOT", "tpot_s", model)].flat()),
+    card.className = `card verdict ${model.verdict ?? ""}`;
+    card.replaceChildren(make("h2", {}, `${model.name}: ${model.verdict ?? "not known yet"}`),
+      ...(model.verdict === null
+        ? [make("p", {}, "Not enough measurements: this needs prefill and decode workers, and some requests through both.")]
+        : [compare("TTFT", "ttft_s", model), compare("TPOT", "tpot_s", model), make("p", {}, `${model.advice}.`)].flat()),
       measured(answered), ...roles(model.roles));
   }
 
@@ -39,7 +38,7 @@ export function verdictView(app) {
 function compare(title, field, { split, aggregated }) {
   const values = [["with disaggregation", split], ["aggregated", aggregated]];
   const most = Math.max(...values.map(([, x]) => x?.[field] ?? 0), 1e-9);
-  return [make("h3", {}, `${title}, predicted`), ...values.map(([name, x], i) => {
+  return [make("h3", {}, `${title}, predicted mean`), ...values.map(([name, x], i) => {
     const part = make("i", { class: i ? "aggregated" : "decode" });
     part.style.width = `${x ? (100 * x[field]) / most : 100}%`;
     return make("div", { class: "compare" }, make("span", {}, name), make("div", { class: "bar" }, part),
@@ -48,9 +47,12 @@ function compare(title, field, { split, aggregated }) {
 }
 
 function measured(rows) {
-  const middle = (values) => seconds(quantile(values.filter((x) => x !== undefined).sort((a, b) => a - b), 0.5));
+  const mean = (values) => {
+    const known = values.filter((x) => x !== undefined);
+    return seconds(known.reduce((sum, x) => sum + x, 0) / known.length);
+  };
   return make("p", { class: "none" },
-    `Measured in the last minute: ${number(rows.length)} requests, median TTFT ${middle(rows.map((x) => x.ttft_s))}, TPOT ${middle(rows.map(tpotOf))}.`);
+    `Measured in the last minute: ${number(rows.length)} requests, mean TTFT ${mean(rows.map((x) => x.ttft_s))}, TPOT ${mean(rows.map(tpotOf))}.`);
 }
 
 function roles(found) {

@@ -1,20 +1,21 @@
 // The phases of one request as bars on a timeline.
 
 import { make, seconds } from "./dom.js";
+import { fateOf, receiptOf } from "./state.js";
 
 export const PHASES = {
   queue: "queue", prefill: "prefill", hidden: "KV transfer during prefill",
-  exposed: "KV transfer, waited for", decode: "decode", other: "other", failed: "failed",
+  exposed: "KV transfer, waited for", decode: "decode", other: "other", aborted: "aborted by the client", failed: "failed",
 };
 
 /** Return [phase, from, to] in seconds since the request arrived. */
 export function segments(row, now) {
   const total = (row.ended || now) - row.arrived;
-  const { receipt } = row;
+  const receipt = receiptOf(row);
   if (!receipt) {
     const admitted = row.admitted ? row.admitted - row.arrived : total;
     const first = row.first_token_at ? row.first_token_at - row.arrived : total;
-    if (row.ended) return [["queue", 0, admitted], ["failed", admitted, Math.max(total, admitted)]];
+    if (row.ended) return [["queue", 0, admitted], [fateOf(row) === "aborted" ? "aborted" : "failed", admitted, Math.max(total, admitted)]];
     return [["queue", 0, admitted], ["prefill", admitted, first], ["decode", first, total]];
   }
   const queue = Math.min(total, receipt.queue_s);
@@ -22,10 +23,13 @@ export function segments(row, now) {
   const exposed = Math.min(total, prefill + receipt.exposed_transfer_s);
   const decode = Math.max(exposed, total - receipt.decode_s);
   const hidden = Math.max(queue, prefill - Math.max(0, receipt.transfer_s - receipt.exposed_transfer_s));
-  return [
+  const found = [
     ["queue", 0, queue], ["prefill", queue, prefill], ["hidden", hidden, prefill],
     ["exposed", prefill, exposed], ["other", exposed, decode], ["decode", decode, total],
   ];
+  // The phase in which an answer was interrupted has the colour of its outcome.
+  if (!row.receipt && row.ended) found.findLast(([, from, to]) => to > from)?.splice(0, 1, fateOf(row));
+  return found;
 }
 
 export const bar = () => make("div", { class: "bar" });
@@ -40,6 +44,7 @@ export function drawBar(node, row, now, span) {
     part.style.left = `${(100 * from) / span}%`;
     part.style.width = `${(100 * (to - from)) / span}%`;
   });
+  node.classList.toggle("cut", found.some(([, , to]) => to > span * 1.001));
   const words = found.map(([phase, from, to]) => `${PHASES[phase]}: ${seconds(to - from)}`);
   node.title = words.join("\n");
   return words;

@@ -53,13 +53,14 @@ export function workersView(app) {
 
   function updateLane(lane, worker) {
     const [, mark, what, load, gpus, why, acts] = lane.firstChild.children;
-    setText(mark, worker.state);
-    mark.className = `mark ${worker.state.replace(" ", "-")}`;
+    const shown = document.body.classList.contains("stale") ? "not known" : worker.state;
+    setText(mark, shown);
+    mark.className = `mark ${shown.replace(" ", "-")}`;
     const running = worker.running === undefined ? "no report" : `${worker.running} running, ${worker.waiting} waiting`;
     setText(what, [worker.role, worker.model, worker.where].filter(Boolean).join(", "));
     setText(load, `${running}, KV ${percent(worker.kv_usage)}`);
     setText(gpus, worker.gpus.map(gpuText).join("; "));
-    setText(why, worker.why);
+    setText(why, worker.reason);
     const kind = `${worker.state} ${worker.role}`;
     if (!state.hello.read_only && acts.dataset.kind !== kind) {
       acts.dataset.kind = kind;

@@ -7,7 +7,8 @@ import json
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import aiohttp
 import openai
@@ -15,56 +16,105 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pdserve.client import Client
-from pdserve.config import RouterConfig, SloConfig
+from pdserve.config import SloConfig, StoreConfig
 from pdserve.model.tokenizer import Tokenizer as ModelTokenizer
 from pdserve.model.tokenizer import read_files
 from pdserve.net import rpc
 from pdserve.net.http_server import HttpServer, bind
+from pdserve.observe.audit import AuditLog
+from pdserve.observe.logs import LineLog
 from pdserve.security.browsers import BrowserGuard
-from pdserve.types import ModelInfo
+from pdserve.types import ModelInfo, ModelWeights
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from router.admission import AdmissionController, AdmissionLimits, Door, Tenants
+from router.admission import Door, Tenants
 from router.api.auth import EVERYONE, Keys
 from router.api.batch.http import BatchApi
-from router.api.body_process import BodyProcesses, LargeBodies
 from router.api.console.http import Console
 from router.api.generation import GenerationApi
 from router.api.grpc import GenerationService
 from router.api.http import HttpApi
 from router.api.idempotency import StoredAnswers
 from router.api.models import ModelsApi
-from router.api.open_requests import OpenRequests
+from router.api.open_requests import CallLog, OpenRequests
 from router.api.openapi import openapi
-from router.api.pooling import PoolingApi
-from router.api.preprocess import Preprocessor
+from router.api.pooling_endpoints import PoolingApi
 from router.api.route_table import LINES, ROUTES, Handlers
+from router.api.shared import SharedParts
 from router.api.status import StatusApi
 from router.api.stored_responses import ResponseApi
 from router.api.tokenizer import TokenizerApi
-from router.fleet.accounting import Accounting
+from router.api.weights import WeightsApi
+from router.attempt.pooling_placer import PoolingPlacer
+from router.fleet.peers import RegionPeers
 from router.fleet.registry import Fleet
+from router.guardrails.guard import NO_GUARDS
+from router.intake.body_processes import BodyProcesses
 from router.metrics import RouterMetrics
-from router.request.pooling import Embedder
-from router.request.suspects import Suspects
+from router.placement.decisions import DecisionLog
+from router.steps.ledger import NO_LEDGER
+from router.steps.log import make_log
 from router.store.store import open_store
+from router.virtual.chooser import ModelChooser
 from tests.support.router_apis import (
     CORS_ORIGIN,
     MAX_BODY_BYTES,
     MAX_MODEL_LEN,
     MODEL,
     TEMPLATE,
-    TIMEOUT_S,
     VOCAB_SIZE,
     FakeRenderer,
     RouterApis,
     ScriptedGenerator,
+    make_intake,
 )
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from router.api.console.views import Sources
-    from router.operations.adapters import Adapters
+    from router.attempt.answer import Embeds
+    from router.control.adapters import Adapters
+    from router.control.open import WorkerControl
+    from router.control.weights import WeightUpdates
+    from router.guardrails.guard import Guards
+    from router.request_path import RequestPath
+    from router.virtual.forecast import Forecast
+
+
+class Weights:
+    """Weights that change at once."""
+
+    def model_named(self, name: str) -> str:
+        return name or "demo"
+
+    def is_paused(self, model: str) -> bool:
+        return False
+
+    def laggards(self, model: str) -> dict[str, str]:
+        return {}
+
+    async def pause(self, model: str, mode: str, timeout_s: float) -> None:
+        pass
+
+    async def resume(self, model: str) -> None:
+        pass
+
+    async def update(self, model: str, path: str, *more: object) -> ModelWeights:
+        return ModelWeights(1, "1", path)
+
+
+class OneModel:
+    """A fleet with a model and no workers."""
+
+    members: ClassVar[dict[str, Any]] = {}
+
+    def models(self) -> dict[str, Any]:
+        return {"demo": SimpleNamespace(path="")}
+
+    def weights_of(self, model: str) -> ModelWeights:
+        return ModelWeights()
+
+    def of_model(self, model: str) -> list[Any]:
+        return []
 
 
 @pytest.fixture(scope="session")
@@ -128,86 +178,85 @@ def large() -> int:
 
 
 @pytest.fixture
+def guards() -> Guards:
+    """Return the guards of prompts: none, unless a test module overrides this."""
+    return NO_GUARDS
+
+
+@pytest.fixture
 async def apis(
     generator: ScriptedGenerator,
     rendered: FakeRenderer,
     keys: Keys,
     tenants: Tenants,
     large: int,
+    guards: Guards,
     tmp_path: Path,
 ) -> AsyncIterator[RouterApis]:
     async with AsyncExitStack() as stack:
         open_requests = OpenRequests()
-        preprocessor = Preprocessor(
-            generator.models,
-            generator.adapters,
-            timeout_s=TIMEOUT_S,
-            load=read_tokenizer,
-            render=rendered,
-        )
-        # There is no worker that computes embeddings.
-        admission = AdmissionController(AdmissionLimits())
         metrics = RouterMetrics(SloConfig())
-        accounting = Accounting({}, metrics.count)
-        fleet = Fleet()
-        embedder = Embedder(
-            fleet,
-            links={},
-            admission=admission,
-            metrics=metrics,
-            accounting=accounting,
-            suspects=Suspects(fleet, {}, max_deaths=2),
-        )
         door = Door(tenants, asyncio.get_running_loop().time, metrics.refused)
         processes = BodyProcesses(metrics, larger_than=large)
         stack.push_async_callback(processes.close)
-        stack.callback(preprocessor.close)
-        config = RouterConfig(store=str(tmp_path / "store"))
+        config = StoreConfig(database=str(tmp_path / "store"))
         store = await stack.enter_async_context(open_store(config, "router"))
-        large_bodies = LargeBodies(preprocessor, processes)
+        intake = make_intake(
+            generator.models,
+            read_tokenizer,
+            generator.adapters,
+            processes=processes,
+            door=door,
+            render=rendered,
+            responses=store.responses,
+            guards=guards,
+        )
+        stack.callback(intake.close)
         responses = ResponseApi(store.responses, metrics)
         adapters = cast("Adapters", generator)
-        sources = cast("Sources", None)  # of the console, which has tests with a whole router
+        no_path = cast("RequestPath", None)  # the console has tests with a whole router
+        no_control = cast("WorkerControl", None)
+        audit = AuditLog(LineLog(str(tmp_path / "audit.log"), "log.audit"))
+        access_log = LineLog(str(tmp_path / "access.log"), "log.access")
+        log = make_log(100)
+        calls = CallLog(metrics, log, asyncio.get_running_loop().time, access_log)
+        no_forecast = cast("Forecast", None)  # without virtual models
+        chooser = ModelChooser(intake, generator, no_forecast, {}, DecisionLog(0), metrics.count)
+        shared = SharedParts(keys, intake, chooser, open_requests, calls, audit, NO_LEDGER)
         handlers = Handlers(
-            generation=GenerationApi(
-                generator,
-                preprocessor,
-                open_requests,
-                large=large_bodies,
-                door=door,
-                responses=responses,
-                answers=StoredAnswers(),
-            ),
+            generation=GenerationApi(shared, responses, StoredAnswers()),
             responses=responses,
             pooling=PoolingApi(
-                embedder, preprocessor, open_requests, large=large_bodies, door=door
+                cast("Embeds", None),
+                PoolingPlacer(Fleet()),  # without a worker that computes embeddings
+                shared,
             ),
-            tokenizer=TokenizerApi(preprocessor, large_bodies, door),
-            models=ModelsApi(generator, adapters),
+            tokenizer=TokenizerApi(shared),
+            models=ModelsApi(generator, adapters, shared),
+            weights=WeightsApi(
+                cast("WeightUpdates", Weights()), cast("Fleet", OneModel()), audit, is_on=True
+            ),
             batches=BatchApi(
                 store.files, store.batches, max_file_bytes=MAX_BODY_BYTES, endpoints=LINES
             ),
             status=StatusApi(
                 generator,
+                RegionPeers(""),
                 open_requests,
                 lambda _: (b"pdserve_up 1\n", "text/plain"),
                 partial(openapi, ROUTES),
             ),
-            console=Console(sources, keys, open_requests),
+            console=Console(no_path, no_control, shared),
         )
-        api = HttpApi(handlers, keys, BrowserGuard([CORS_ORIGIN], checks_host=keys.is_open))
+        browsers = BrowserGuard([CORS_ORIGIN], checks_host=keys.is_open)
+        api = HttpApi(handlers, calls, keys, browsers)
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()
         web = HttpServer(api.handle, sock, max_body_bytes=MAX_BODY_BYTES)
         await web.start()
         stack.push_async_callback(web.stop)
         server = rpc.make_server()
-        add_GenerationServicer_to_server(
-            GenerationService(
-                generator, preprocessor, open_requests, door=door, large=large_bodies, keys=keys
-            ),
-            server,
-        )
+        add_GenerationServicer_to_server(GenerationService(generator, shared), server)
         grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         stack.push_async_callback(server.stop, 0)
@@ -218,6 +267,8 @@ async def apis(
             grpc_address=grpc_address,
             generator=generator,
             open_requests=open_requests,
+            metrics=metrics,
+            log=log,
             session=await stack.enter_async_context(aiohttp.ClientSession()),
             client=await stack.enter_async_context(Client(grpc_address)),
         )

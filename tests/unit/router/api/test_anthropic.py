@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
 
-from pdserve.errors import Overloaded, TransferFailed, Unavailable
+from pdserve.errors import Overloaded, TransferFailed, Unavailable, UnsupportedField
 from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput, Usage
-from router.request.answer import AnswerDelta
+from router.attempt.answer import AnswerDelta
+from router.dialects.anthropic import MessagesRequest
+from router.dialects.fields import read
 from tests.support.router_apis import ANSWER, ANSWER_TEXT
 
 if TYPE_CHECKING:
@@ -130,6 +133,32 @@ async def test_a_conversation_is_rendered_by_the_models_template_and_counted(
     assert counted == (200, {"input_tokens": len(expected)})
 
 
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0af3;"
+BLOCKS = [{"type": "text", "text": BILLING}, {"type": "text", "text": "a"}]
+SYSTEM = {"role": "system", "content": BLOCKS}
+ITEMS = [{**x, "type": "input_text"} for x in BLOCKS]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (MESSAGES, {**ASKED, "system": BLOCKS}),
+        (MESSAGES, {**ASKED, "system": f"{BILLING}\na"}),
+        (MESSAGES, {**ASKED, "system": BILLING, "messages": [SYSTEM, SAID]}),
+        ("/v1/chat/completions", {"messages": [SYSTEM, SAID]}),
+        ("/v1/responses", {"input": "hi", "instructions": f"{BILLING}\na"}),
+        ("/v1/responses", {"input": [{"role": "developer", "content": ITEMS}, SAID]}),
+    ],
+)
+async def test_the_billing_line_of_claude_code_does_not_change_the_prompt(
+    apis: RouterApis, token_ids: Callable[[str], tuple[int, ...]], path: str, fields: dict[str, Any]
+) -> None:
+    status, answer = await apis.post(path, fields)
+    assert status == 200, answer
+    expected = token_ids("<|system|>a<|user|>hi<|assistant|>")
+    assert apis.generator.requests[0].prompt_token_ids == expected
+
+
 async def test_sampling_reaches_the_generator(
     apis: RouterApis, claude: anthropic.AsyncAnthropic
 ) -> None:
@@ -205,3 +234,78 @@ async def test_a_stream_that_fails_ends_with_an_error_event(
     with pytest.raises(anthropic.APIStatusError, match="lost"):
         async with claude.messages.stream(**ASKED) as stream:
             await stream.get_final_message()
+
+
+async def test_anthropics_tool_runner_goes_on_without_a_thread(
+    apis: RouterApis, claude: anthropic.AsyncAnthropic
+) -> None:
+    runner = claude.beta.messages.tool_runner(**ASKED, tools=[])
+    message = await runner.until_done()
+    assert [x.text for x in message.content if x.type == "text"] == [ANSWER_TEXT]
+    status, answer = await apis.post(MESSAGES, {**ASKED, "thread": {"type": "create"}})
+    assert (status, answer["error"]["details"]["error_code"]) == (400, "thread_unsupported_request")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", MESSAGES, 200),
+        ("POST", f"{MESSAGES}/count_tokens", 200),
+        ("GET", MESSAGES, 405),
+        ("POST", f"{MESSAGES}/batches", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/files", 400),
+    ],
+)
+async def test_every_response_to_anthropics_client_has_its_form_and_an_id(
+    apis: RouterApis, method: str, path: str, status: int
+) -> None:
+    # A path below /v1/messages needs no header.
+    sent = {} if path.startswith(MESSAGES) else {"anthropic-version": "2023-06-01"}
+    body = {x: y for x, y in ASKED.items() if x != "max_tokens" or path == MESSAGES}
+    url = apis.url + path
+    async with apis.session.request(method, url, json=body, headers=sent) as response:
+        answer = await response.json()
+        assert response.status == status, answer
+        request_id = response.headers["request-id"]
+    assert request_id == response.headers["x-request-id"]
+    if status >= 400:
+        assert answer["type"] == "error"
+        assert answer["error"]["message"]
+        assert answer.get("request_id", request_id) == request_id
+    for streamed in (False, True):
+        headers = {"x-request-id": "mine"}
+        body = {**ASKED, "stream": streamed}
+        async with apis.session.post(apis.url + MESSAGES, json=body, headers=headers) as response:
+            assert response.headers["request-id"] == "mine"
+
+
+async def test_anthropics_client_lists_models(
+    apis: RouterApis, claude: anthropic.AsyncAnthropic
+) -> None:
+    models = [model async for model in claude.models.list()]
+    assert [(x.id, x.type, x.display_name) for x in models] == [("demo", "model", "demo")]
+    assert await claude.models.retrieve("demo") == models[0]
+    assert models[0].created_at.year > 2000
+    async with apis.session.get(f"{apis.url}/v1/models") as response:
+        assert (await response.json())["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"input_examples": [{}], "defer_loading": False, "allowed_callers": ["direct"]}, ""),
+        ({"defer_loading": None, "allowed_callers": None, "type": None}, ""),
+        ({"defer_loading": True}, "tools[0].defer_loading"),
+        ({"allowed_callers": ["code_execution_20250825"]}, "tools[0].allowed_callers"),
+    ],
+)
+def test_fields_of_custom_tools(fields: dict[str, Any], field: str) -> None:
+    tool = {"name": "f", "input_schema": {"type": "object"}, **fields}
+    body = read(MessagesRequest, json.dumps({**ASKED, "tools": [tool]}).encode())
+    if not field:
+        assert body.read_tools()[0]
+        return
+    with pytest.raises(UnsupportedField) as caught:
+        body.read_tools()
+    assert caught.value.field == field

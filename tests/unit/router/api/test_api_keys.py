@@ -51,7 +51,7 @@ def test_without_tenants_everyone_is_let_in() -> None:
 
 def test_only_administrators_load_adapters(keys: Keys) -> None:
     EVERYONE.check_admin(None)
-    with pytest.raises(PermissionDenied, match=r"http_host: set router\.access\.admin_keys"):
+    with pytest.raises(PermissionDenied, match=r"http\.host: set router\.access\.admin_keys"):
         Keys(http_host="0.0.0.0").check_admin(None)
     access = AccessConfig(admin_keys=(hash_key(OTHER),), worker_token_file="token")
     Keys((), access).check_admin(f"Bearer {OTHER}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from pdserve.config import RouterAccessConfig, RouterConfig, TenantConfig
+from pdserve.config import GrpcConfig, HttpConfig, RouterAccessConfig, RouterConfig, TenantConfig
 from pdserve.security.keys import hash_key
 from router.api.console.http import MAX_VIEWERS
 from router.main import RouterServer
@@ -26,8 +26,11 @@ KEY, OTHER = "pd-an-admin-of-tests", "pd-a-client-of-tests"
 
 
 @asynccontextmanager
-async def browsing(**values: Any) -> AsyncIterator[aiohttp.ClientSession]:
-    server = RouterServer(RouterConfig(http_port=0, grpc_port=0, **values))
+async def browsing(
+    host: str = "127.0.0.1", cors_origins: tuple[str, ...] = (), **values: Any
+) -> AsyncIterator[aiohttp.ClientSession]:
+    http = HttpConfig(host=host, port=0, cors_origins=cors_origins)
+    server = RouterServer(RouterConfig(http=http, grpc=GrpcConfig(port=0), **values))
     try:
         addresses = await server.start()
         port = addresses.http.rpartition(":")[2]
@@ -65,7 +68,7 @@ async def test_without_keys_it_is_read_only() -> None:
 
 
 async def test_without_keys_it_is_for_this_machine_only() -> None:
-    async with browsing(http_host="0.0.0.0") as http:
+    async with browsing(host="0.0.0.0") as http:
         for path in ("/console", "/console/app.js", "/console/events"):
             async with http.get(path) as response:
                 assert response.status == 403
@@ -80,7 +83,7 @@ async def test_without_keys_no_other_name_leads_to_it() -> None:
 
 
 async def test_with_keys_only_administrators_see_and_act(tmp_path: Path) -> None:
-    async with browsing(http_host="0.0.0.0", **guarded(tmp_path)) as http:
+    async with browsing(host="0.0.0.0", **guarded(tmp_path)) as http:
         async with http.get("/console", headers={"host": "console.example"}) as response:
             assert response.status == 200  # the page asks for the key
         assert (await hello(http))["status"] == 401
@@ -156,7 +159,7 @@ async def test_only_so_many_pages_are_served_at_a_time() -> None:
 
 
 async def test_a_stopping_router_ends_the_stream() -> None:
-    server = RouterServer(RouterConfig(http_port=0, grpc_port=0))
+    server = RouterServer(RouterConfig(http=HttpConfig(port=0), grpc=GrpcConfig(port=0)))
     addresses = await server.start()
     async with (
         aiohttp.ClientSession() as http,

@@ -1,4 +1,4 @@
-"""The bounds on constraints (router/request/constraints.py) hold for every way into the router."""
+"""The bounds on constraints (router/admission/constraints.py) hold for each way into the router."""
 
 from __future__ import annotations
 

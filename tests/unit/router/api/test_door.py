@@ -11,8 +11,8 @@ import pytest
 from pdserve.config import AccessConfig, TenantConfig
 from pdserve.security.keys import hash_key
 from router.admission import Tenants
-from router.api import generation
 from router.api.auth import Keys
+from router.dialects import fields
 from tests.support.images import png
 from tests.support.router_apis import CHAT, COMPLETIONS, MODEL, completion
 
@@ -45,7 +45,7 @@ async def test_a_refused_body_is_paid_for_and_the_next_one_is_not_read(
 ) -> None:
     wrong = b"[" * 3000
     assert await ask(apis, COMPLETIONS, wrong) == (400, "")
-    monkeypatch.setattr(generation, "read", None)
+    monkeypatch.setattr(fields, "read", None)
     assert await ask(apis, COMPLETIONS, wrong) == (429, "tenant_token_rate")
 
 

@@ -12,11 +12,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdserve.config import RouterConfig
+from pdserve.config import StoreConfig
 from pdserve.errors import PdserveError
 from pdserve.net.http_server import MIN_BYTES_PER_S, WRITE_TIMEOUT_S, HttpServer, bind
 from router.api.batch.http import MAX_UPLOADS_OF_TENANT, UPLOAD_PAUSE_S, BatchApi
-from router.api.handling import TENANT, Paths
+from router.api.http import Paths
+from router.api.http_request import TENANT
 from router.api.route_table import LINES, ROUTES, Handlers
 from router.store.store import open_store
 from tests.support.timeouts import WAIT_S, skip, wait_until
@@ -53,7 +54,7 @@ class Service(NamedTuple):
 @pytest.fixture
 async def service(tmp_path: Path, pause_s: float) -> AsyncIterator[Service]:
     async with (
-        open_store(RouterConfig(store=str(tmp_path / "store")), "router") as store,
+        open_store(StoreConfig(database=str(tmp_path / "store")), "router") as store,
         served(
             BatchApi(
                 store.files,

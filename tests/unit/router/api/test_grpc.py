@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
-from pdserve.client import ModelCard
+from pdserve.client import ChatMessage, ModelCard, SyncClient
 from pdserve.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -18,7 +19,6 @@ from pdserve.errors import (
     TransferFailed,
     Unavailable,
 )
-from pdserve.model.tokenizer import ChatMessage
 from pdserve.net import rpc
 from pdserve.types import (
     Constraint,
@@ -33,12 +33,14 @@ from pdserve.types import (
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
-from router.request.answer import AnswerDelta
+from router.attempt.answer import AnswerDelta
 from tests.support.router_apis import ANSWER, ANSWER_TEXT, MAX_MODEL_LEN, RECEIPT, TIMEOUT_S, Hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve.types import GenerateRequest
+    from router.attempt.answer import Out
     from tests.support.router_apis import RouterApis
 
 VALUE, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unknown_parameter"
@@ -106,6 +108,24 @@ BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
 
 async def assert_served(apis: RouterApis) -> None:
     assert "".join([delta.text async for delta in apis.client.generate("hi")]) == ANSWER_TEXT
+
+
+async def test_the_client_without_asyncio_has_the_same_methods(apis: RouterApis) -> None:
+    def use() -> None:
+        with SyncClient(apis.grpc_address) as client:
+            deltas = list(client.generate([ChatMessage("user", "hi")], max_tokens=5))
+            assert "".join(delta.text for delta in deltas) == ANSWER_TEXT
+            assert apis.generator.requests[-1].sampling.max_tokens == 5
+            assert client.list_models() == [ModelCard("demo", 64, 300)]
+            with pytest.raises(InvalidRequest, match="max_tokens"):
+                next(client.generate("hi", max_tokens=-1))
+            apis.generator.script = (*ANSWER[:1], Hold.FOR_EVER)
+            with closing(client.generate("hi")) as answer:
+                assert next(answer).text == ANSWER[0].text
+
+    apis.generator.left.clear()
+    await asyncio.to_thread(use)
+    await apis.generator.left.wait()
 
 
 async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: RouterApis) -> None:
@@ -241,6 +261,35 @@ async def test_cancelled_call_leaves_the_answer(apis: RouterApis, script: tuple[
     await apis.generator.left.wait()
     with pytest.raises(asyncio.CancelledError):
         await reader
+
+
+async def test_an_error_after_a_cancelled_call_is_read(
+    apis: RouterApis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio logs one that nobody reads."""
+    unread: list[dict[str, Any]] = []
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def serve(request: GenerateRequest, out: Out) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+            raise DeadlineExceeded("the deadline passed")
+
+    monkeypatch.setattr(apis.generator, "serve", serve)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+    stream = apis.client.generate("hi")
+    reader = asyncio.ensure_future(anext(stream))
+    await began.wait()
+    reader.cancel()
+    await asyncio.wait([reader])
+    await ended.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    gc.collect()
+    assert unread == []
 
 
 async def test_deadline_of_the_call_is_the_requests(apis: RouterApis) -> None:

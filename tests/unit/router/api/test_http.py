@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,13 @@ import pytest
 from msgspec import structs
 
 from pdserve.errors import InternalError, Overloaded, Refusal, TransferFailed, Unavailable
+from pdserve.net.http_server import HttpServer, bind
 from pdserve.types import FinishReason, PositionLogprobs, TokenLogprob, Usage
-from router.api.dialects import fields as shared_fields
-from router.api.dialects import openai_writer
-from router.api.dialects.openai_writer import AnswerForm, WholeAnswer
-from router.request.answer import AnswerDelta
+from router.api.answer_sinks import EventStream
+from router.attempt.answer import AnswerDelta
+from router.dialects import fields as shared_fields
+from router.dialects import openai_writer
+from router.dialects.openai_writer import AnswerForm, WholeAnswer
 from tests.support.router_apis import (
     ANSWER,
     ANSWER_TEXT,
@@ -33,9 +36,12 @@ from tests.support.router_apis import (
     completion,
     events,
 )
+from tests.support.timeouts import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from aiohttp import web
 
     from pdserve.errors import PdserveError
     from tests.support.router_apis import RouterApis
@@ -118,6 +124,15 @@ async def test_each_chunk_has_the_usage_so_far_if_asked(apis: RouterApis) -> Non
     assert {x["prompt_tokens"] for x in usages[:-1]} == {4}
 
 
+async def test_the_root_points_to_what_is_there(apis: RouterApis) -> None:
+    async with apis.session.get(f"{apis.url}/") as response:
+        page = await response.text()
+        assert (response.status, response.content_type) == (200, "text/html")
+    for path in re.findall('href="(.*?)"', page):
+        async with apis.session.get(f"{apis.url}{path}") as response:
+            assert response.status == 200, path
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping", "/version"])
 async def test_probes_may_ask_for_the_head_alone(apis: RouterApis, path: str) -> None:
     async with apis.session.head(apis.url + path) as response:
@@ -145,7 +160,9 @@ async def test_whole_chat_answer_has_usage_and_receipt(apis: RouterApis) -> None
             }
         ],
         "usage": USAGE,
-        "pdserve": {"receipt": {**asdict(RECEIPT), "fallbacks": []}},
+        "pdserve": {"receipt": {**asdict(RECEIPT), "fallbacks": [], "regions": [], "spans": []}},
+        "prompt_logprobs": None,
+        "system_fingerprint": None,
     }
 
 
@@ -183,10 +200,33 @@ async def test_official_client_completes_text_and_token_ids(
     assert made == [token_ids("hi")] * 3 + [(5, 6, 7)] * 2
 
 
+async def test_the_token_ids_of_prompts_come_with_those_of_answers(
+    apis: RouterApis, token_ids: Callable[[str], tuple[int, ...]]
+) -> None:
+    asked, said = chat(return_token_ids=True), [10, 11, 12, 13]
+    prompt = list(token_ids("<|user|>hi<|assistant|>"))
+    _, whole = await apis.post(CHAT, asked)
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (prompt, said)
+    assert (whole["prompt_logprobs"], whole["system_fingerprint"]) == (None, None)
+    *chunks, _ = events(await apis.stream(CHAT, {**asked, "stream": True}))
+    assert [x.get("prompt_token_ids") for x in chunks] == [prompt, *[None] * (len(chunks) - 1)]
+
+    many = completion(prompt=[[5, 6], [7]], return_token_ids=True)
+    _, whole = await apis.post(COMPLETIONS, many)
+    assert [x["prompt_token_ids"] for x in whole["choices"]] == [[5, 6], [7]]
+    assert [x["token_ids"] for x in whole["choices"]] == [said, said]
+    *chunks, _ = events(await apis.stream(COMPLETIONS, {**many, "stream": True}))
+    choices = [x["choices"][0] for x in chunks]
+    streamed = [(x["index"], x["prompt_token_ids"]) for x in choices if "prompt_token_ids" in x]
+    assert sorted(streamed) == [(0, [5, 6]), (1, [7])]
+
+
 async def test_official_client_lists_models(official: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in official.models.list()] == ["demo"]
-    card = await official.models.retrieve("demo")
-    assert card.model_extra == {"max_model_len": MAX_MODEL_LEN, "vocab_size": 300}
+    card = (await official.models.retrieve("demo")).model_extra or {}
+    assert (card["max_model_len"], card["vocab_size"]) == (MAX_MODEL_LEN, 300)
+    assert (card["root"], card["parent"]) == ("demo", None)
+    assert card["permission"][0]["allow_sampling"] is True
 
 
 async def test_official_client_names_an_adapter_as_its_model(
@@ -196,7 +236,10 @@ async def test_official_client_names_an_adapter_as_its_model(
     async with apis.session.post(f"{apis.url}/v1/load_lora_adapter", json=body) as response:
         assert response.status == 200
     demo, red = [model.model_extra async for model in official.models.list()]
-    assert red == {"parent": "demo", **demo}  # and no path
+    assert red is not None
+    assert demo is not None
+    assert (red["root"], red["parent"]) == ("demo", "demo")  # and no path
+    assert red.keys() == demo.keys()
     answer = await official.completions.create(model="red", prompt=[5, 6, 7])
     assert answer.model == "red"
     (request,) = apis.generator.requests
@@ -283,7 +326,7 @@ async def test_completion_logprobs_are_parallel_lists(apis: RouterApis, stream: 
     ("method", "path", "status", "code"),
     [
         ("POST", "/v1/audio/speech", 404, "not_found"),
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/nowhere", 404, "not_found"),
         ("GET", "/v1/models/none", 404, "model_not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
@@ -406,6 +449,28 @@ async def test_disconnect_leaves_the_answer(
     await writer.wait_closed()
 
 
+async def test_a_token_for_a_client_that_is_leaving_is_dropped() -> None:
+    """An error here would reach the connection of the worker that sends the token."""
+    sent = []
+
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+        stream = EventStream(request, {})
+        assert request.transport is not None
+        request.transport.close()  # as at the client's end, of which the handler learns later
+        sent.extend([stream.send(b"data: 1\n\n"), stream.send(b"data: 2\n\n")])
+        return stream.response
+
+    listener = bind("127.0.0.1", 0)
+    server = HttpServer(handler, listener)
+    await server.start()
+    _, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await wait_until(lambda: len(sent) == 2)
+    writer.close()
+    await server.stop()
+    assert sent == [True, True]
+
+
 async def test_stream_to_a_client_of_http_1_0_ends_with_its_connection(apis: RouterApis) -> None:
     reader, writer = await asked(apis, version="1.0")
     head, _, text = (await reader.read()).decode().partition("\r\n\r\n")
@@ -518,7 +583,9 @@ async def test_echo_of_the_prompt_alone_generates_nothing(apis: RouterApis) -> N
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_logprobs_are_encoded_as_they_come(is_chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = AnswerForm("id", MODEL, is_chat=is_chat, token_ids=False, names_function=False)
+    form = AnswerForm(
+        "id", MODEL, is_chat=is_chat, token_ids=False, names_function=False, prompts=(), n=1
+    )
     answer = WholeAnswer(form)
     for delta in LOGPROBS_SCRIPT:
         answer.write(delta)

@@ -14,12 +14,12 @@ import pytest
 from pdserve.background import background
 from pdserve.errors import Conflict, KeyReused, Overloaded, TransferFailed, Unavailable
 from router.api import idempotency
-from router.api.dialects.openai_writer import AnswerForm, WholeAnswer
-from router.api.handling import Encoder
+from router.api.answer_sinks import DeltaEncoder
 from router.api.idempotency import StoredAnswers
 from router.api.open_requests import OpenRequests
 from router.api.stored_responses import ResponseApi
-from router.request.answer import AnswerDelta
+from router.attempt.answer import AnswerDelta
+from router.dialects.openai_writer import AnswerForm, WholeAnswer
 from router.store.claims import Claims
 from router.store.database import Database, StoreUnavailable
 from router.store.keys import IdempotencyKeys
@@ -196,10 +196,12 @@ async def test_an_abandoned_answer_ends_after_a_while() -> None:
 async def test_the_counted_size_of_a_stored_answer_is_its_real_size() -> None:
     """The writer of an answer holds all of its deltas."""
     answers = StoredAnswers()
-    form = AnswerForm("id", "m", is_chat=True, token_ids=False, names_function=False)
+    form = AnswerForm(
+        "id", "m", is_chat=True, token_ids=False, names_function=False, prompts=(), n=1
+    )
 
     async def generate(recorded: Recorded) -> None:
-        sink = Encoder(WholeAnswer(form), recorded)
+        sink = DeltaEncoder(WholeAnswer(form), recorded)
         for i in range(1000):
             sink.write(AnswerDelta(token_ids=(1000 + i,), text=f" word {i}"))
         sink.write(ANSWER[-1])

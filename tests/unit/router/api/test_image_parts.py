@@ -12,7 +12,7 @@ import pytest
 from pdserve.errors import InvalidRequest
 from pdserve.model.tokenizer import ChatMessage, MessageImage
 from pdserve.types import SamplingParams
-from router.api.images import image_bytes
+from router.intake.charge import image_bytes
 from tests.support.images import png
 from tests.support.router_apis import CHAT, MODEL, FakeRenderer, RouterApis
 

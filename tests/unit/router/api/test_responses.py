@@ -21,7 +21,7 @@ from pdserve.types import (
     TokenLogprob,
     Usage,
 )
-from router.request.answer import AnswerDelta
+from router.attempt.answer import AnswerDelta
 from router.store.database import StoreUnavailable
 from router.store.responses import ResponseStore
 from tests.support.router_apis import ANSWER, ANSWER_TEXT
@@ -173,6 +173,53 @@ async def test_sampling_and_order_reach_the_generator(apis: RouterApis) -> None:
     assert made.cache_salt == "s"
 
 
+async def test_a_request_has_the_sampling_fields_of_vllm(
+    apis: RouterApis, token_ids: Callable[[str], tuple[int, ...]]
+) -> None:
+    plain = {
+        "seed": 5,
+        "min_p": 0.1,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    more = {
+        "stop": ["."],
+        "stop_token_ids": [7],
+        "logit_bias": {"3": 1.0},
+        "request_id": "mine",
+        "structured_outputs": {"regex": "a+"},
+        "chat_template_kwargs": {"style": "!"},
+    }
+    status, answer = await apis.post(RESPONSES, {**ASKED, "max_output_tokens": 9, **plain, **more})
+    assert status == 200, answer
+    assert answer["id"] == "resp_mine"
+    made = apis.generator.requests[0]
+    constraint = StructuredOutput(Constraint.REGEX, "a+")
+    others: Any = {"stop": (".",), "stop_token_ids": (7,), "logit_bias": {3: 1.0}}
+    assert made.sampling == SamplingParams(
+        max_tokens=9, structured_output=constraint, **others, **plain
+    )
+    assert made.prompt_token_ids == token_ids("<|user|>hi!<|assistant|>")
+
+
+async def test_what_is_not_done_with_stored_responses_is_named(
+    official: openai.AsyncOpenAI,
+) -> None:
+    stored = await official.responses.create(**ASKED)
+    for asked, named in (
+        (official.responses.retrieve(stored.id, stream=True), "stream"),
+        (official.responses.cancel(stored.id), "background"),
+        (official.responses.input_items.list(stored.id), "input_items"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await asked
+        assert caught.value.param == named
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -194,6 +241,12 @@ async def test_sampling_and_order_reach_the_generator(apis: RouterApis) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 64}, "max_output_tokens"),
         ({"surprise": 1}, "surprise"),
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        (
+            {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+            "structured_outputs",
+        ),
     ],
 )
 async def test_a_bad_field_is_named(apis: RouterApis, fields: dict[str, Any], field: str) -> None:

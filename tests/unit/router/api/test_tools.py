@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve.client import Tool
+from pdserve.config import ParsersConfig
 from pdserve.errors import ConfigError, UnsupportedField
 from pdserve.model.tokenizer import ChatMessage, Conversation, read_files
 from pdserve.model.tokenizer import Tokenizer as ModelTokenizer
@@ -27,9 +28,9 @@ from pdserve.types import (
 )
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
-from router.api import preprocess
-from router.api.preprocess import ParsedRequest, Preprocessor
-from router.request.answer import ParsedDelta
+from router.attempt.answer import ParsedDelta
+from router.dialects.parsed_request import ParsedRequest
+from router.intake import answer_parsers
 from tests.support.router_apis import (
     CHAT,
     MODEL,
@@ -38,7 +39,8 @@ from tests.support.router_apis import (
     RouterApis,
     ScriptedGenerator,
     chat,
-    no_images,
+    make_intake,
+    prepare,
 )
 from tests.support.timeouts import WAIT_S
 
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
     import openai
     from openai.types.chat import ChatCompletionChunk
+
+    from router.intake.intake import Intake
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -161,6 +165,7 @@ async def test_the_parser_gets_the_fields_that_affect_it(apis: RouterApis) -> No
         "tool_choice": named,
         "parallel_tool_calls": False,
         "include_reasoning": False,
+        "stream": False,
         "response_format": {"type": "json_schema", "json_schema": {**schema, "name": "answer"}},
     }
     assert not apis.generator.requests[-1].sampling.skip_special_tokens
@@ -405,6 +410,44 @@ async def test_calls_and_results_of_a_history_are_shown_alike(
     )
 
 
+def _called(path: str, arguments: Any) -> dict[str, Any]:
+    """Return a history with one call."""
+    if path == "/v1/messages":
+        block = {"type": "tool_use", "id": "c1", "name": "f", "input": arguments}
+        turns = [{"role": "assistant", "content": [block]}, {"role": "user", "content": "Ok?"}]
+        return {"messages": turns, "max_tokens": 9}
+    if path == "/v1/responses":
+        item = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": arguments}
+        return {"input": [item, {"role": "user", "content": "Ok?"}]}
+    function = {"name": "f", "arguments": arguments}
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    return {"messages": [turn, {"role": "user", "content": "Ok?"}], "max_tokens": 9}
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "', "null", "[]", "Oslo", "", None, [1]])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_a_call_without_an_object_has_no_arguments_in_the_prompt(
+    apis: RouterApis, model_dir: Path, path: str, arguments: Any
+) -> None:
+    status, answer = await apis.post(path, _called(path, arguments))
+    assert status == 200, answer
+    ids = apis.generator.requests[-1].prompt_token_ids
+    prompt = Tokenizer.from_file(str(model_dir / "tokenizer.json")).decode(list(ids))
+    assert prompt == "<assistant><tool_call>f()</tool_call><user>Ok?"
+
+
+async def test_the_parts_of_earlier_answers_are_usable(apis: RouterApis, model_dir: Path) -> None:
+    parts = [{"type": "thinking", "thinking": "Hm."}, {"type": "refusal", "refusal": "No."}]
+    history = [
+        {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": None, "refusal": "Never."},
+        {"role": "assistant", "content": [], "tool_calls": []},
+        {"role": "tool", "content": None, "tool_call_id": "c1"},
+    ]
+    prompt = await prompt_of(apis, model_dir, chat(messages=history))
+    assert prompt == "<assistant>No.<assistant>Never.<assistant><tool>c1"
+
+
 def grpc_request(**changes: Any) -> g.GenerateRequest:
     history = [g.ChatMessage(role="user", content="Time?")]
     tool = g.Tool(name="get_time", parameters_json='{"type": "object"}')
@@ -439,7 +482,8 @@ async def test_grpc_carries_tools_and_reasoning(apis: RouterApis, model_dir: Pat
         "tools": [TOOL],
         "tool_choice": {"type": "function", "function": {"name": "get_time"}},
         "parallel_tool_calls": False,
-        "chat_template_kwargs": {"enable_thinking": True},
+        # The parser is told what the prompt ends with, by each name that parsers look for.
+        "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
     }
     assert "".join(x.reasoning for x in answer) == "I need it."
     assert "".join(x.text for x in answer) == "\n"
@@ -500,22 +544,136 @@ async def read_tokenizer(model: ModelInfo) -> ModelTokenizer:
 async def test_without_vllm_tools_are_refused_and_reasoning_is_text(
     apis: RouterApis, generator: ScriptedGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess, "find_spec", lambda _: None)
+    monkeypatch.setattr(answer_parsers, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="hermes needs vLLM"):
-        Preprocessor(
-            generator.models,
-            timeout_s=1.0,
-            load=read_tokenizer,
-            render=no_images,
-            tool_parser="hermes",
-        )
-    without = Preprocessor(generator.models, timeout_s=1.0, load=read_tokenizer, render=no_images)
+        make_intake(generator.models, read_tokenizer, parsers=ParsersConfig(tool_calls="hermes"))
+    without = make_intake(generator.models, read_tokenizer)
     message = [ChatMessage("user", "hi")]
 
     async def parsing(chat: Conversation) -> Parsing | None:
-        asked = ParsedRequest("", chat, SamplingParams(max_tokens=4), "r")
-        return (await without.prepare(asked)).parsing
+        asked = ParsedRequest("", chat, SamplingParams(max_tokens=4))
+        return (await prepare(without, asked)).parsing
 
     assert await parsing(Conversation(message, variables={"enable_thinking": True})) is None
     with pytest.raises(UnsupportedField, match="not installed"):
         await parsing(Conversation(message, tools=[TOOL]))
+
+
+def intake_of(
+    model_dir: Path, tmp_path: Path, reasoning_parser: str = "auto", **config: Any
+) -> Intake:
+    """Return one that serves a model with another tokenizer configuration."""
+    tokenizer = (model_dir / "tokenizer.json").read_text("utf-8")
+    (tmp_path / "tokenizer.json").write_text(tokenizer, "utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    model = ModelInfo(MODEL, str(tmp_path), 4096, VOCAB_SIZE, "float32", tokenizer="t")
+    models = {MODEL: model}
+    return make_intake(
+        lambda: models, read_tokenizer, parsers=ParsersConfig(reasoning=reasoning_parser)
+    )
+
+
+async def parsing_with(
+    made: Intake, text: str = "hi", variables: dict[str, Any] | None = None, **options: Any
+) -> Parsing | None:
+    tools = [TOOL] if "tool_choice" in options else []
+    chat = Conversation([ChatMessage("user", text)], tools=tools, variables=variables or {})
+    asked = ParsedRequest("", chat, SamplingParams(max_tokens=4), parsing_options=options)
+    return (await prepare(made, asked)).parsing
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+async def test_tools_that_the_template_does_not_show_are_called_by_force_only(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = intake_of(model_dir, tmp_path, chat_template=PLAIN)
+    assert made.remarks() == []  # its tokenizer is not loaded yet
+    assert await parsing_with(made, tool_choice="auto", parallel_tool_calls=False) is None
+    for choice in ("required", {"type": "function", "function": {"name": "get_time"}}):
+        parsing = await parsing_with(made, tool_choice=choice)
+        assert parsing is not None
+        assert parsing.tool_parser == "hermes"
+        assert json.loads(parsing.request_json) == {"tools": [TOOL], "tool_choice": choice}
+    (remark,) = [x.getMessage() for x in caplog.records]
+    assert f"model {MODEL}: its chat template does not show tools" in remark
+    assert made.remarks() == [(MODEL, remark.removeprefix(f"model {MODEL}: "))]
+
+
+async def test_a_format_of_calls_without_a_parser_is_refused_by_the_key_to_set(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    made = intake_of(model_dir, tmp_path, chat_template="{{ tools }}" + PLAIN)
+    with pytest.raises(
+        UnsupportedField, match=r"no parser fits .*: set router\.parsers\.tool_calls"
+    ):
+        await parsing_with(made, tool_choice="auto")
+    ((_, remark),) = made.remarks()
+    assert "set router.parsers.tool_calls" in remark
+    parsing = await parsing_with(made, tool_choice="required")
+    assert parsing is not None
+    assert parsing.tool_parser == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "expected"),
+    [
+        ("hi", {}, True),
+        ("hi", {"enable_thinking": False}, True),  # no variable of the template
+        ("hi /no_think", {}, None),
+        ("hi /no_think", {"enable_thinking": True}, None),
+    ],
+)
+async def test_a_prompt_that_begins_reasoning_is_parsed_for_it(
+    model_dir: Path, tmp_path: Path, text: str, variables: dict[str, Any], expected: bool | None
+) -> None:
+    ends = "{{ '<think></think>' if '/no_think' in messages[0].content else '<think>\n' }}"
+    made = intake_of(model_dir, tmp_path, chat_template=PLAIN + ends)
+    parsing = await parsing_with(made, text, variables)
+    if expected is None:
+        assert parsing is None
+        return
+    assert parsing is not None
+    assert (parsing.tool_parser, parsing.reasoning_parser) == ("", "deepseek_r1")
+    told = {"enable_thinking": expected, "thinking": expected}
+    assert json.loads(parsing.reasoning_kwargs_json) == {"chat_template_kwargs": told}
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("<think></think>", {"enable_thinking": False, "thinking": False}),
+        ("<think>", {"enable_thinking": True, "thinking": True}),
+        ("{# <think> of histories #}", {}),
+    ],
+)
+async def test_a_parser_by_name_is_told_what_the_prompt_shows(
+    model_dir: Path, tmp_path: Path, end: str, told: dict[str, Any]
+) -> None:
+    made = intake_of(model_dir, tmp_path, "qwen3", chat_template=PLAIN + end)
+    parsing = await parsing_with(made)
+    assert parsing is not None
+    assert parsing.reasoning_parser == "qwen3"
+    assert json.loads(parsing.reasoning_kwargs_json) == {"chat_template_kwargs": told}
+
+
+async def test_the_template_for_tools_has_its_own_parser(model_dir: Path, tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": PLAIN},
+        {"name": "tool_use", "template": "{{ tools | tojson }}[TOOL_CALLS]" + PLAIN},
+    ]
+    made = intake_of(model_dir, tmp_path, chat_template=templates)
+    assert await parsing_with(made) is None
+    parsing = await parsing_with(made, tool_choice="auto")
+    assert parsing is not None
+    assert parsing.tool_parser == "mistral"
+    assert made.remarks() == []
+
+
+async def test_a_model_may_describe_its_answers_itself(model_dir: Path, tmp_path: Path) -> None:
+    own = {"fields": {"content": {}, "thinking": {}}}
+    made = intake_of(model_dir, tmp_path, chat_template=PLAIN, response_template=own)
+    parsing = await parsing_with(made)
+    assert parsing is not None
+    assert (parsing.tool_parser, parsing.reasoning_parser) == ("", "hf")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
-from contextlib import contextmanager
+import sqlite3
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.config import RouterConfig
+from pdserve.config import StoreConfig
 from pdserve.errors import ConfigError
 from router.store import contents
 from router.store.database import StoreUnavailable
-from router.store.store import make_store
+from router.store.store import DATABASE_FILE, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,10 +116,36 @@ async def test_files_expire_and_unfinished_uploads_are_removed(
 def test_a_folder_that_everyone_may_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="writable by everyone"):
-        make_store(RouterConfig(store=str(tmp_path)), tmp_path, "router")
+        make_store(StoreConfig(database=str(tmp_path)), tmp_path, "router")
 
 
 def test_postgresql_needs_a_place_for_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        make_store(RouterConfig(store="postgresql://h/d"), tmp_path, "router")
-    assert raised.value.field == "store_files"
+        make_store(StoreConfig(database="postgresql://h/d"), tmp_path, "router")
+    assert raised.value.field == "store.files"
+
+
+async def test_a_backup_of_a_folder_in_use_is_a_store(tmp_path: Path) -> None:
+    """As docs/operations.md makes it: the database first, then the files."""
+    used, backup = tmp_path / "used", tmp_path / "backup"
+    for folder in (used, backup):
+        folder.mkdir(mode=0o700)
+    stores = [make_store(StoreConfig(), used, "router-a")]
+    try:
+        upload = await stores[0].files.upload("acme")
+        await upload.write(b"{}\n")
+        kept = await stores[0].files.keep(upload, "acme", "in.jsonl")
+        with (
+            closing(sqlite3.connect(used / DATABASE_FILE)) as source,
+            closing(sqlite3.connect(backup / DATABASE_FILE)) as copy,
+        ):
+            source.backup(copy)
+        for path in used.glob("file-*"):
+            shutil.copy2(path, backup)
+        stores.append(make_store(StoreConfig(), backup, "router-b"))
+        assert await stores[1].files.file(kept.id, "acme") == kept
+        assert [x async for x in stores[1].files.chunks(kept)] == [b"{}\n"]
+    finally:
+        for store in stores:
+            await store.files.close()
+            await store.database.close()

@@ -12,12 +12,15 @@ import pytest
 from sqlalchemy import text
 
 from pdserve.errors import ConfigError
+from router.store import database as database_module
 from router.store.database import Database, StoreUnavailable
 from tests.support.postgres import needs_postgres, running_postgres
+from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.support.postgres import PostgresServer
     from tests.unit.router.conftest import Open
 
 
@@ -63,11 +66,40 @@ async def test_a_step_of_the_clock_changes_nothing(
     assert before <= database.now() < before + 1800
 
 
-@pytest.mark.parametrize("url", ["postgresql://nobody@127.0.0.1:1/none", "postgresql://a:b:c"])
-def test_a_database_that_cannot_be_used_fails_the_start(url: str) -> None:
+def test_an_address_that_is_none_fails_the_start() -> None:
     with pytest.raises(ConfigError) as raised:
-        Database(url)
+        Database("postgresql://a:b:c")
     assert raised.value.field == "store"
+
+
+@needs_postgres
+async def test_a_server_that_refuses_us_fails_the_start(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    with pytest.raises(ConfigError, match="does not exist") as raised:
+        Database(f"{url}_none")
+    assert raised.value.field == "store"
+
+
+@needs_postgres
+async def test_a_server_that_is_away_at_the_start_is_connected_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(database_module, "_RECONNECT_S", 0.01)
+    with running_postgres() as server:
+        url = server.new_database()
+        server.stop()
+        database = Database(url)
+        for call in (database.read, database.write):
+            with pytest.raises(StoreUnavailable, match="not connected yet"):
+                await call(lambda db: db.scalar(text("SELECT 1")))
+        with pytest.raises(StoreUnavailable):
+            database.now()
+        server.start()
+        async with asyncio.timeout(WAIT_S):
+            await database.connect()
+        assert await database.read(lambda db: db.scalar(text("SELECT 1"))) == 1
+        assert abs(database.now() - time.time()) < 60
+        await database.close()
 
 
 def test_the_file_is_private(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Control of workers: drains, role changes, adapters, health checks, autoscaling."""

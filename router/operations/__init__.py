@@ -1,1 +1,0 @@
-"""Changes of a running service: drain, roles, adapters, probes."""

@@ -1,1 +1,0 @@
-"""One request from admission to its last token. Start with request.py."""

@@ -1,0 +1,316 @@
+"""Opens the request path: admission, placement, steps and attempts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from pdserve.background import background
+from pdserve.observe.telemetry import open_tracing
+from pdserve.process.entry_points import process_command
+from router.admission import AdmissionController, Tenants
+from router.admission.memory import MediaMemory
+from router.attempt import specs
+from router.attempt.copies import PrefixFetcher
+from router.attempt.failover import EXPORT_TIMEOUT_S, Failover, Mover
+from router.attempt.observer import StreamObserver
+from router.attempt.placer import Placer
+from router.attempt.pooling_placer import ATTEMPTS, POOLING_STEPS, PoolingPlacer
+from router.attempt.recovery import RecoveryLimits
+from router.attempt.retry_budget import RetryBudget
+from router.attempt.suspects import Suspects
+from router.fleet.on_demand import OnDemandModels
+from router.fleet.peers import RegionPeers
+from router.fleet.region_load import RegionLoad, can_leave
+from router.fleet.served_models import ServedModels
+from router.guardrails.open import no_guards
+from router.placement.cost import MAX_PAIRS, REFIT_S, CostModel
+from router.placement.decisions import DecisionLog
+from router.placement.policies import POLICIES
+from router.placement.revisions import RevisionShares
+from router.placement.values import PlacementContext
+from router.serve import Answering, EmbeddingServer, EmbedSteps, GenerateSteps, RequestServer
+from router.steps.account import AccountPoolingStep, AccountStep
+from router.steps.adapters import AdaptersStep
+from router.steps.admit import AdmitStep
+from router.steps.forward import ForwardStep
+from router.steps.guard import GuardStep
+from router.steps.ledger import NO_LEDGER, LedgerStep
+from router.steps.log import RECORDS_KEPT, CountInputsStep, LogStep, RequestLog, make_log
+from router.steps.media import MediaStep
+from router.steps.parse import ParseStep
+from router.steps.parser_process import ParserProcess
+from router.steps.poison import PoisonStep
+from router.steps.session import Sessions, SessionStep
+from router.steps.trace import TraceStep
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from pdserve.config import RouterConfig
+    from pdserve.observe.telemetry import Tracing
+    from pdserve.types import Adapter, GenerateRequest
+    from router.fleet.open import OpenedFleet
+    from router.guardrails.guard import Guards
+    from router.guardrails.open import GuardsOf
+    from router.metrics import RouterMetrics
+    from router.placement.policies import Place
+    from router.steps.ledger import ResidencyLedger
+    from router.walk import RequestStep
+
+NOT_PARSED = ParseStep(None)
+# Limit of the prompts queued on a worker: this many chunks, or one longer prompt.
+PREFILL_CHUNKS_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PathLimits:
+    """Times and bounds that have no configuration key. See the classes that get them."""
+
+    export_timeout_s: float = EXPORT_TIMEOUT_S
+    refit_s: float = REFIT_S
+    max_pairs: int = MAX_PAIRS
+    records_kept: int = RECORDS_KEPT
+    decisions_kept: int = 1024  # requests whose placement `pdserve explain` shows
+    prefill_chunks_ahead: int = PREFILL_CHUNKS_AHEAD
+    policy: Place | None = None  # replaces `router.policy` in tests
+
+
+DEFAULT_PATH_LIMITS = PathLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPath:
+    """The parts that the APIs and operations of a router use, and their dependencies. `generating`
+    also moves answers off a worker. `embeddings` places embeddings. `open_adapters` counts the open
+    requests of each LoRA adapter. `peers`: the other regions. `load`: of this region.
+    requests of each LoRA adapter. `guards` check answers in the path, and prompts before it.
+    """
+
+    workers: OpenedFleet
+    metrics: RouterMetrics
+    server: RequestServer
+    embedder: EmbeddingServer
+    generating: Answering
+    embeddings: PoolingPlacer
+    models: ServedModels
+    admission: AdmissionController
+    costs: CostModel
+    shares: RevisionShares
+    decisions: DecisionLog
+    log: RequestLog
+    sessions: Sessions
+    media_memory: MediaMemory
+    open_adapters: AdaptersStep
+    on_demand: OnDemandModels | None
+    peers: RegionPeers
+    load: RegionLoad
+    guards: Guards
+
+    async def admit_queued(self) -> None:
+        """Admit queued requests whenever a worker or room is available. Runs until cancelled."""
+        while True:
+            await self.workers.fleet.capacity_change()
+            self.admission.wake()
+
+
+class _Placing(NamedTuple):
+    """Parts that admit requests and choose their workers."""
+
+    costs: CostModel
+    admission: AdmissionController
+    shares: RevisionShares
+    decisions: DecisionLog
+    placer: Placer
+    pooling: PoolingPlacer
+    suspects: Suspects
+
+
+def _build_placing(config: RouterConfig, workers: OpenedFleet, limits: PathLimits) -> _Placing:
+    fleet, links = workers.fleet, workers.link_pool.links
+    costs = CostModel(
+        fleet, config.slo, fleet.now, refit_s=limits.refit_s, max_pairs=limits.max_pairs
+    )
+    admission = AdmissionController(
+        config.queue,
+        max_ttft_s=config.slo.ttft_s * config.slo.reject_factor,
+        tenants=Tenants(config.tenants),
+        latency=costs,
+        slots=partial(attrgetter("slots"), fleet),
+        clock=fleet.now,
+    )
+    shares, decisions = RevisionShares(), DecisionLog(limits.decisions_kept)
+    placer = Placer(
+        fleet,
+        limits.policy or POLICIES[config.policy],
+        PlacementContext(workers.watcher, costs, fetches=config.fetch_cached_kv),
+        shares=shares,
+        costs=costs,
+        log=decisions,
+        prefill_chunks_ahead=limits.prefill_chunks_ahead,
+    )
+    suspects = Suspects(fleet, links, config.retry)
+    return _Placing(costs, admission, shares, decisions, placer, PoolingPlacer(fleet), suspects)
+
+
+def _build_answering(
+    config: RouterConfig,
+    workers: OpenedFleet,
+    placing: _Placing,
+    metrics: RouterMetrics,
+    limits: PathLimits,
+    budget: RetryBudget,
+    leaves: Callable[[GenerateRequest], bool],
+) -> tuple[Answering, Answering]:
+    """Return the parts that generate answers and compute embeddings."""
+    fleet, links = workers.fleet, workers.link_pool.links
+    placer, suspects, observer = placing.placer, placing.suspects, StreamObserver(fleet)
+    failover = Failover(fleet, placer, budget, suspects, metrics, leaves)
+    generating = Answering(
+        links,
+        observer,
+        failover,
+        RecoveryLimits(config.queue, config.retry),
+        specs.generation,
+        PrefixFetcher(fleet, links, observer, placing.costs, metrics),
+        Mover(placer, failover, limits.export_timeout_s),
+    )
+    embedding = Answering(
+        links,
+        observer,
+        Failover(fleet, placing.pooling, RetryBudget(0.0), suspects, metrics),
+        RecoveryLimits(config.queue, config.retry, POOLING_STEPS, ATTEMPTS - 1),
+        specs.pooling,
+    )
+    return generating, embedding
+
+
+def build_request_path(
+    config: RouterConfig,
+    workers: OpenedFleet,
+    metrics: RouterMetrics,
+    adapters: Mapping[str, Adapter],
+    *,
+    tracing: Tracing | None = None,
+    parse: RequestStep = NOT_PARSED,
+    limits: PathLimits = DEFAULT_PATH_LIMITS,
+    ledger: ResidencyLedger = NO_LEDGER,
+    peers: RegionPeers | None = None,
+    guards_of: GuardsOf = no_guards,
+) -> RequestPath:
+    """Build the request path. The simulator and tests use this too. `adapters`: the served LoRA
+    adapters by name. `peers`: None for no other region. `guards_of`: see open_guards."""
+    fleet, billing = workers.fleet, workers.billing
+    peers = RegionPeers(config.topology.region) if peers is None else peers
+    placing = _build_placing(config, workers, limits)
+    budget = RetryBudget(config.retry.tokens_per_s)
+    costs, admission, shares, decisions, placer, pooling, suspects = placing
+    load = RegionLoad(fleet, costs, admission, adapters)
+    leaves = partial(can_leave, peers, load)
+    generating, embedding = _build_answering(
+        config, workers, placing, metrics, limits, budget, leaves
+    )
+    on_demand = None
+    if names := config.on_demand_models:
+        on_demand = OnDemandModels(names, fleet, adapters, config.queue)
+    models = ServedModels(fleet, adapters, on_demand, peers)
+    log, sessions = make_log(limits.records_kept), Sessions(fleet.now, idle_s=config.session_idle_s)
+    memory = MediaMemory(config.images.memory_mib << 20, config.images.disk_mib << 20)
+    open_adapters, poison = AdaptersStep(), PoisonStep(suspects)
+    embed = EmbedSteps(
+        outcomes=CountInputsStep(metrics),
+        poison=poison,
+        admit=AdmitStep(admission, pooling, fleet.now),
+        ledger=LedgerStep(ledger),
+        account=AccountPoolingStep(billing, metrics.count),
+    )
+    embedder = EmbeddingServer(embed, embedding, fleet.now)
+    guards = guards_of(embedder.embed)
+    generate = GenerateSteps(
+        log=LogStep(log, metrics, models.models, fleet.now),
+        trace=TraceStep(tracing),
+        media=MediaStep(memory),
+        guard=GuardStep(guards) if guards else None,
+        parse=parse,
+        adapters=open_adapters,
+        poison=poison,
+        forward=ForwardStep(
+            peers,
+            load,
+            models.models,
+            sessions,
+            fleet=fleet,
+            costs=costs,
+            admission=admission,
+            budget=budget,
+            metrics=metrics,
+            decisions=decisions,
+            ledger=ledger,
+        ),
+        session=SessionStep(sessions, metrics),
+        admit=AdmitStep(admission, placer, fleet.now, leaves),
+        ledger=LedgerStep(ledger),
+        account=AccountStep(billing, metrics, costs, fleet),
+    )
+    return RequestPath(
+        workers=workers,
+        metrics=metrics,
+        server=RequestServer(generate, generating, fleet.now),
+        embedder=embedder,
+        generating=generating,
+        embeddings=pooling,
+        models=models,
+        admission=admission,
+        costs=costs,
+        shares=shares,
+        decisions=decisions,
+        log=log,
+        sessions=sessions,
+        media_memory=memory,
+        open_adapters=open_adapters,
+        on_demand=on_demand,
+        peers=peers,
+        load=load,
+        guards=guards,
+    )
+
+
+@asynccontextmanager
+async def open_request_path(
+    config: RouterConfig,
+    router_id: str,
+    workers: OpenedFleet,
+    metrics: RouterMetrics,
+    adapters: Mapping[str, Adapter],
+    limits: PathLimits = DEFAULT_PATH_LIMITS,
+    ledger: ResidencyLedger = NO_LEDGER,
+    peers: RegionPeers | None = None,
+    guards_of: GuardsOf = no_guards,
+) -> AsyncIterator[RequestPath]:
+    """Open the request path for the context, with its tracing and its parser process, and admit
+    queued requests. `adapters`: the served LoRA adapters by name. `peers`: the other regions."""
+    async with AsyncExitStack() as stack:
+        tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+        parser = ParserProcess(metrics, config.parsers.command or process_command("parser"))
+        stack.push_async_callback(parser.close)
+        parse = ParseStep(parser)
+        path = build_request_path(
+            config,
+            workers,
+            metrics,
+            adapters,
+            tracing=tracing,
+            parse=parse,
+            limits=limits,
+            ledger=ledger,
+            peers=peers,
+            guards_of=guards_of,
+        )
+        await stack.enter_async_context(background("admit-queued-requests", path.admit_queued))
+        yield path

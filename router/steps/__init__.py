@@ -1,0 +1,1 @@
+"""The steps of a request, one a file. router/serve.py has their order."""

@@ -1,0 +1,312 @@
+"""Weights that change while a model is served, over a router and fake engines. Each token of a fake
+engine depends on its weights and on the KV before it, so a token from KV of other weights is wrong
+(tests of real reloads: tests/e2e/test_weights_reload.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from pdserve.errors import Unavailable
+from pdserve.model.weights_files import read_checkpoint
+from pdserve.types import FinishReason, QuiesceMode, Role, TokenSpan
+from tests.support.cluster import LONG, PLAIN, PROMPT, Answer, Cluster, Trigger
+from tests.support.timeouts import WAIT_S, wait_until
+from workers.engine import AggregatedPhase, Work
+from workers.fake.sequence import Sequence as FakeSequence
+from workers.fake.settings import FakeFaults
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+
+def checkpoint(directory: Path, seed: int) -> str:
+    """Write a checkpoint of one tensor. Return its digest."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = msgspec.json.encode({"weight": tensor})
+    data = struct.pack("<Q", len(header)) + header + struct.pack("<f", seed)
+    (directory / "model.safetensors").write_bytes(data)
+    return read_checkpoint(directory, field="path").digest
+
+
+@asynccontextmanager
+async def trained(tmp_path: Path, **options: Any) -> AsyncIterator[tuple[Cluster, list[str]]]:
+    """Start a cluster with checkpoints 1 to 3. Yield it and the digests, "" for the first."""
+    digests = ["", *(checkpoint(tmp_path / str(i), i) for i in (1, 2, 3))]
+    hold_s = options.pop("hold_s", WAIT_S)
+    weights = {"directories": [str(tmp_path)], "timeout_s": WAIT_S, "hold_s": hold_s}
+    router = {"weights": weights, **options.pop("router", {})}
+    worker = {"weights_directories": (str(tmp_path),)}
+    async with Cluster(router=router, worker=worker, **options) as cluster:
+        yield cluster, digests
+
+
+def continued(cluster: Cluster, digest: str, tokens: Sequence[int], until: int) -> list[int]:
+    """Return the first `until` tokens of the answer that continues after `tokens` with the weights
+    `digest`, computed by one engine."""
+    vocab_size = next(iter(cluster.workers.values())).info.model.vocab_size
+    phase, resumed = AggregatedPhase(), tuple(tokens)
+    work = Work(1, "expected", tuple(PROMPT), LONG, phase, resume_token_ids=resumed)
+    sequence = FakeSequence(work, vocab_size, weights=digest)
+    while len(sequence.generated) < until:
+        sequence.advance(0.0)
+    return sequence.generated
+
+
+def assert_spans(answer: Answer, digests: dict[str, str], cluster: Cluster) -> None:
+    """Assert that the spans cover the answer, and that one engine, switched at the same tokens,
+    gives the same answer."""
+    assert answer.receipt is not None
+    spans: Sequence[TokenSpan] = answer.receipt.spans
+    assert spans[0].start == 0
+    assert all(x.end == y.start for x, y in pairwise(spans))
+    assert spans[-1].end == len(answer.token_ids)
+    tokens: list[int] = []
+    for span in spans:
+        tokens = continued(cluster, digests[span.version], tokens, span.end)
+    assert answer.token_ids == tokens
+
+
+async def post(cluster: Cluster, path: str, **body: object) -> tuple[int, dict[str, Any]]:
+    timeout = aiohttp.ClientTimeout(total=WAIT_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(f"http://{cluster.http}{path}", json=body) as reply,
+    ):
+        return reply.status, await reply.json()
+
+
+async def streamed(cluster: Cluster, path: str, **body: object) -> list[dict[str, Any]]:
+    """Return the events of a streamed answer."""
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session,
+        session.post(f"http://{cluster.http}{path}", json={**body, "stream": True}) as reply,
+    ):
+        lines = (await reply.text()).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [msgspec.json.decode(x.removeprefix("data: ")) for x in lines[:-2]]
+
+
+async def asked(cluster: Cluster) -> tuple[asyncio.Task[Answer], Answer]:
+    """Send a long request, and return it once it has tokens from decode."""
+    trigger, shown = Trigger(20), Answer()
+    asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
+    await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
+    return asking, shown
+
+
+async def test_all_workers_take_new_weights_and_each_token_names_them(tmp_path: Path) -> None:
+    async with trained(tmp_path, prefill=1, decode=2, engine_args={"prefix_cache": True}) as (
+        cluster,
+        digests,
+    ):
+        first = await cluster.ask(PROMPT, PLAIN)
+        assert first.receipt is not None
+        assert first.receipt.spans == ()  # nobody asks while there is one version
+        status, said = await post(
+            cluster, "/update_weights", weight_dir=str(tmp_path / "1"), weight_version="step 1"
+        )
+        assert (status, said["weight_version"]) == (200, "step 1")
+        second = await cluster.ask(PROMPT, PLAIN)
+        assert second.token_ids != first.token_ids  # nothing of the cached prompt was used
+        assert second.usage is not None
+        assert second.usage.cached_tokens == 0
+        assert_spans(second, {"step 1": digests[1]}, cluster)
+        assert second.receipt is not None
+        roles = [x.worker.partition("-")[0] for x in second.receipt.spans]
+        assert roles == ["prefill", "decode"]  # prefill samples the first token
+        again = await cluster.ask(PROMPT, PLAIN)
+        assert again.usage is not None
+        assert again.usage.cached_tokens > 0
+        assert again.token_ids == second.token_ids
+
+
+async def test_token_ids_in_and_out_have_the_versions_of_their_weights(tmp_path: Path) -> None:
+    async with trained(tmp_path, prefill=1, decode=1) as (cluster, digests):
+        await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
+        sampling = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "n": 2, "logprobs": 1}
+        body = {"token_ids": PROMPT, "sampling_params": sampling, "return_token_ids": True}
+        status, whole = await post(cluster, "/inference/v1/generate", **body)
+        assert status == 200
+        assert whole["prompt_token_ids"] == PROMPT
+        expected = continued(cluster, digests[1], (), 12)
+        first, second = whole["choices"]
+        assert first["token_ids"] == expected
+        assert [x["token_id"] for x in first["logprobs"]["content"]] == expected
+        for choice in (first, second):
+            spans = choice["weight_versions"]
+            assert [(x["version"], x["end"]) for x in spans][-1] == ("1", 12)
+            assert spans[0]["start"] == 0
+        events = await streamed(cluster, "/inference/v1/generate", **body)
+        for choice in (first, second):
+            pieces = [x for e in events for x in e["choices"] if x["index"] == choice["index"]]
+            assert [t for x in pieces for t in x["token_ids"]] == choice["token_ids"]
+            versions = [x["weight_versions"] for x in pieces if x["weight_versions"]]
+            assert [[y["version"] for y in x][-1] for x in versions] == ["1"]
+        sampling["stream"] = True
+        status, said = await post(cluster, "/inference/v1/generate", **body)
+        assert (status, said["error"]["param"]) == (400, "sampling_params.stream")
+
+
+async def test_kept_answers_continue_with_the_new_weights_computed_again(tmp_path: Path) -> None:
+    async with trained(tmp_path, prefill=1, decode=1, hold_s=0.4) as (cluster, digests):
+        asking, _ = await asked(cluster)
+        await post(cluster, "/pause", mode="keep")
+        entries = await cluster.entries()
+        assert {x.state for x in entries.values()} == {"updating"}
+        assert "its weights change" in entries["decode-0"].reason
+        waiting = asyncio.create_task(cluster.ask(PROMPT, PLAIN))
+        await wait_until(lambda: cluster.router.requests.admission.queued == 1)
+        # Longer than the hold of the workers, which the router renews.
+        await asyncio.sleep(0.6)
+        status, _ = await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
+        assert status == 200
+        await asyncio.sleep(0.6)  # the pause goes on after the update
+        assert not waiting.done()
+        await post(cluster, "/resume")
+        answer = await asking
+        assert len(answer.token_ids) == LONG.max_tokens
+        assert {x.version for x in answer.receipt.spans} == {"default", "1"}  # type: ignore[union-attr]
+        assert_spans(answer, {"default": "", "1": digests[1]}, cluster)
+        assert_spans(await waiting, {"1": digests[1]}, cluster)
+
+
+async def test_aborted_answers_end_with_what_they_have(tmp_path: Path) -> None:
+    async with trained(tmp_path, prefill=1, decode=1) as (cluster, _):
+        asking, _ = await asked(cluster)
+        path = str(tmp_path / "1")
+        status, _ = await post(
+            cluster, "/update_weights_from_disk", model_path=path, abort_all_requests=True
+        )
+        assert status == 200
+        answer = await asking
+        assert answer.finish_reason is FinishReason.ABORT
+        whole = cluster.expected(PROMPT, LONG).token_ids
+        assert answer.token_ids == whole[: len(answer.token_ids)]
+        assert 20 <= len(answer.token_ids) < len(whole)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("missing", 400, "has no .safetensors files"),
+        ("cut", 400, "is not complete"),
+        ("../elsewhere", 403, "router.weights.directories"),
+    ],
+)
+async def test_a_refusal_leaves_all_workers_with_their_weights(
+    tmp_path: Path, path: str, status: int, said: str
+) -> None:
+    async with trained(tmp_path, prefill=1, decode=1) as (cluster, _):
+        checkpoint(tmp_path / "cut", 4)
+        cut = tmp_path / "cut" / "model.safetensors"
+        cut.write_bytes(cut.read_bytes()[:-1])
+        found, body = await post(cluster, "/update_weights", weight_dir=f"{tmp_path}/{path}")
+        assert found == status
+        assert said in str(body)
+        await cluster.until_ready()
+        assert (await cluster.ask(PROMPT, PLAIN)).token_ids == (
+            cluster.expected(PROMPT, PLAIN).token_ids
+        )
+
+
+async def test_a_worker_that_was_away_joins_with_the_newest_weights(tmp_path: Path) -> None:
+    async with trained(tmp_path, prefill=1, decode=2) as (cluster, digests):
+        # One worker dies when it loads the weights. The others serve them.
+        cluster.faults("decode-0", FakeFaults(fail_weights=True))
+        status, _ = await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
+        assert status == 200
+        shown = await cluster.metrics()
+        for line in (
+            'weights_updates_total{model="pdserve-demo",result="done"} 1.0',
+            'weights_update{model="pdserve-demo"} 1.0',
+            'weights_laggards{model="pdserve-demo"} 1.0',
+        ):
+            assert f"pdserve_{line}" in shown
+        entry = (await cluster.entries())["decode-1"]
+        assert (entry.state, entry.weights_version) == ("ready", "1")
+        answer = await cluster.ask(PROMPT, PLAIN)
+        assert_spans(answer, {"1": digests[1]}, cluster)
+        await cluster.kill("decode-0")
+        await cluster.add("decode-0", Role.DECODE)
+        await cluster.until_ready()  # repaired
+        assert cluster.workers["decode-0"].intake.weights.digest == digests[1]
+        await cluster.kill("decode-1")
+        answer = await cluster.ask(PROMPT, PLAIN)
+        assert answer.receipt is not None
+        assert answer.receipt.decode_worker == "decode-0"
+        assert_spans(answer, {"1": digests[1]}, cluster)
+
+
+async def test_a_worker_without_the_newest_weights_refuses_requests_for_them(
+    tmp_path: Path,
+) -> None:
+    async with trained(tmp_path, aggregated=1) as (cluster, _):
+        intake = cluster.workers["aggregated-0"].intake
+        # Routers do not know it yet: the next report is a third of a lease away.
+        intake.weights = replace(intake.weights, sequence=7, version="7", digest="x")
+        asking = asyncio.create_task(cluster.ask(PROMPT, PLAIN))
+        await wait_until(lambda: cluster.router.requests.admission.running == 1)
+        cluster.workers["aggregated-0"].routers.renew()
+        answer = await asyncio.wait_for(asking, WAIT_S)
+        assert answer.receipt is not None
+        assert {x.version for x in answer.receipt.spans} == {"7"}
+
+
+async def test_workers_resume_by_themselves_when_their_router_is_gone(tmp_path: Path) -> None:
+    async with trained(tmp_path, aggregated=1) as (cluster, _):
+        updater = cluster.workers["aggregated-0"].weights
+        await updater.quiesce("gone", "router elsewhere", 0.2, QuiesceMode.KEEP, 0.0)
+        status, said = await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
+        assert status == 503
+        assert "router elsewhere is changing the weights" in str(said)
+        await cluster.until_ready()
+        with pytest.raises(Unavailable, match="the change has ended"):
+            await updater.commit("gone", 1.0)
+        status, _ = await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
+        assert status == 200
+
+
+async def test_updates_under_load_and_deaths_mix_no_weights(tmp_path: Path) -> None:
+    router = {"retry": {"tokens_per_s": 0}}
+    async with trained(tmp_path, prefill=2, decode=2, router=router) as (cluster, digests):
+        versions, is_over, counts = {"default": ""}, asyncio.Event(), [0] * 8
+
+        async def ask(i: int) -> None:
+            while not is_over.is_set():
+                answer = await cluster.ask(PROMPT, LONG)
+                if answer.receipt is not None and answer.receipt.spans:
+                    assert_spans(answer, versions, cluster)
+                counts[i] += 1
+
+        asking = [asyncio.create_task(ask(i)) for i in range(8)]
+        try:
+            for step in range(1, 7):
+                name = f"{'prefill' if step % 2 else 'decode'}-0"
+                if step % 3 == 0:
+                    await cluster.kill(name)
+                versions[f"step {step}"] = digests[1 + step % 3]
+                body = {"weight_dir": str(tmp_path / str(1 + step % 3)), "mode": "keep"}
+                status, _ = await post(
+                    cluster, "/update_weights", weight_version=f"step {step}", **body
+                )
+                assert status == 200
+                if step % 3 == 0:
+                    await cluster.add(name, Role(name.partition("-")[0]))
+                    await cluster.until_ready()
+                before = sum(counts)
+                await wait_until(lambda before=before: sum(counts) > before)
+        finally:
+            is_over.set()
+            await asyncio.gather(*asking)
+        assert min(counts) > 0

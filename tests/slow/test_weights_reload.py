@@ -1,0 +1,85 @@
+"""Weights that change in place on real vLLM: tokens equal those of engines that started with them,
+nothing of old KV is used, and an answer that is kept continues with the new weights."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve.config import GrpcConfig, HttpConfig, RouterConfig, WeightsConfig
+from pdserve.demo import MODEL_DIR
+from pdserve.net import rpc
+from pdserve.types import SamplingParams
+from pdserve.v1 import admin_pb2 as a
+from pdserve.v1.admin_pb2_grpc import AdminStub
+from tests.support.engines import EngineProcess, settings
+from tests.support.timeouts import START_S
+from tests.support.vllm_cluster import OpenRequest, VllmCluster
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPT = list(range(20, 200))
+PLAIN = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+
+
+def trained(target: Path) -> Path:
+    """Write a copy of the demo model with other weights. Its output layer is tied to its input
+    embedding, so both have to take the new weight."""
+    shutil.copytree(MODEL_DIR, target)
+    file = next(target.glob("*.safetensors"))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: (x + 0.05 * torch.randn(x.shape, generator=generator).to(x.dtype)).contiguous()
+        for name, x in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
+    tmp_path: Path,
+) -> None:
+    new = trained(tmp_path / "step-1")
+    config = RouterConfig(
+        http=HttpConfig(port=0),
+        grpc=GrpcConfig(port=0),
+        policy="least_loaded",
+        lease_s=20.0,
+        stop_grace_s=0.0,
+        weights=WeightsConfig(directories=(str(tmp_path),), mode="keep"),
+    )
+    async with VllmCluster.start(config, MODEL_DIR) as service:
+        for name in ("prefill-0", "decode-0"):
+            # On disk, where KV of the old weights would outlive everything else.
+            tiers = f"{{host_gib: 0.03, disk_path: {tmp_path / 'tier'}, disk_gib: 0.1}}"
+            await service.add(
+                name,
+                tiers=tiers if name == "prefill-0" else "{}",
+                weights_directories=f"[{tmp_path}]",
+            )
+        await service.until_ready()
+        kept = OpenRequest(service, PROMPT, PLAIN)
+        await kept.until(40)
+        async with rpc.open_channel(service.grpc) as channel:
+            status = await AdminStub(channel).UpdateCheckpoint(
+                a.UpdateCheckpointRequest(path=str(new), version="step 1"), timeout=START_S
+            )
+        assert (status.weights.version, dict(status.laggards)) == ("step 1", {})
+        (whole,) = await OpenRequest(service, PROMPT, PLAIN).end()
+        (mixed,) = await kept.end()
+        old, switched = kept.receipt.spans[:2], kept.receipt.spans[-1]
+        assert [x.version for x in old] == ["default", "default"]
+        assert switched.version == "step 1"
+    oracle = await EngineProcess.start(settings(new, max_num_batched_tokens=256))
+    try:
+        assert whole.token_ids == (await oracle.run(PROMPT, PLAIN)).token_ids
+        before = mixed.token_ids[: old[-1].end]
+        after = await oracle.run(PROMPT, PLAIN, resume=before)
+        assert mixed.token_ids == (*before, *after.token_ids)
+    finally:
+        await oracle.close()
+    assert 40 <= len(before) < PLAIN.max_tokens

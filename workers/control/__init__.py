@@ -1,0 +1,1 @@
+"""Control of the requests that a worker accepts: drain, role, adapters."""

@@ -1,0 +1,224 @@
+"""Changes the weights of a worker in place, as one of the workers of a model that change together.
+
+    serving ─ prepare ─► prepared ─ quiesce ─► quiesced ─ commit ─► committed
+       ▲                    │                     │                    │
+       └── resume ──────────┴─────────────────────┴────────────────────┘
+
+A router performs the stages on all workers (router/control/weights.py). A worker of which nothing
+is heard for `hold_s` resumes by itself, so a router that dies in the middle stops no worker.
+A paused model is quiesced before it is prepared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pdserve.config import UNPIN_S
+from pdserve.errors import AnswerAborted, InvalidRequest, Unavailable, WeightsChanging
+from pdserve.security.directories import resolved_within
+from pdserve.types import QuiesceMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pdserve.types import ModelWeights
+    from workers.control.worker_intake import WorkerIntake
+    from workers.engine import Engine
+    from workers.link.registration import Registrations
+    from workers.service import WorkerService
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+_FIELD = "weights.path"
+
+
+@dataclass(slots=True)
+class _Change:
+    """A change of the weights. `prepared`: the new weights, once checked."""
+
+    transaction: str
+    owner: str
+    prepared: ModelWeights | None = None
+    is_quiesced: bool = False
+    is_committed: bool = False
+    ends_by_itself: asyncio.TimerHandle | None = None
+
+    @property
+    def stage(self) -> str:
+        if self.is_committed:
+            return "committed"
+        return "quiesced" if self.is_quiesced else "prepared"
+
+
+class WeightsUpdater:
+    """State: the change that is being made. The intake has the weights in the engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        intake: WorkerIntake,
+        service: WorkerService,
+        routers: Registrations,
+        *,
+        allowed: Sequence[str],
+    ) -> None:
+        """`allowed`: directories from which weights may be loaded."""
+        self._engine, self._intake = engine, intake
+        self._service, self._routers = service, routers
+        self._allowed = allowed
+        self._change: _Change | None = None
+        self._turn = asyncio.Lock()
+
+    @property
+    def weights(self) -> ModelWeights:
+        """The weights in the engine."""
+        return self._intake.weights
+
+    async def prepare(
+        self, transaction: str, owner: str, hold_s: float, weights: ModelWeights
+    ) -> ModelWeights:
+        """Check the files of `weights`, and return them with their digest. Raises InvalidRequest,
+        and Unavailable during another change."""
+        async with self._turn:
+            change = self._begin(transaction, owner, hold_s)
+            try:
+                change.prepared = await self._checked(weights)
+            except BaseException:
+                if not change.is_quiesced:
+                    await self._end(change)
+                raise
+            return change.prepared
+
+    async def _checked(self, weights: ModelWeights) -> ModelWeights:
+        path = await asyncio.to_thread(resolved_within, self._allowed, weights.path)
+        if path is None:
+            text = f"{weights.path!r} is not below an allowed directory, or its files are not"
+            raise InvalidRequest(text, field=_FIELD)
+        digest = await self._engine.check_weights(str(path))
+        if weights.digest and weights.digest != digest:
+            text = f"the files in {path} are not those of other workers ({weights.digest})"
+            raise InvalidRequest(text, field=_FIELD)
+        return replace(weights, path=str(path), digest=digest)
+
+    async def quiesce(
+        self, transaction: str, owner: str, hold_s: float, mode: QuiesceMode, timeout_s: float
+    ) -> int:
+        """Accept no more requests, and end the open streams. Return the number that was ended.
+        Raises Unavailable if streams are still open after `timeout_s`, or during another change."""
+        async with self._turn:
+            change = self._begin(transaction, owner, hold_s)
+            if change.is_quiesced:
+                return 0
+            self._hold(change, hold_s + timeout_s)
+            try:
+                ended = await self._empty(f"{owner}: {mode}", mode, timeout_s)
+            except BaseException:
+                await self._end(change)
+                raise
+            change.is_quiesced = True
+            self._hold(change, hold_s)
+            return ended
+
+    async def commit(self, transaction: str, hold_s: float) -> ModelWeights:
+        """Load the prepared weights and report them to routers. Raises Unavailable before the
+        stages that have to precede. Any other error ends the worker, because its weights are then
+        unknown; the next start has its first ones."""
+        async with self._turn:
+            change = self._change
+            if change is None or change.transaction != transaction:
+                raise Unavailable("the change has ended: this worker heard nothing in time")
+            if change.is_committed:
+                return self._intake.weights
+            if change.prepared is None or not change.is_quiesced:
+                raise Unavailable(f"this worker is {change.stage}: prepare and quiesce it first")
+            self._hold(change, None)
+            try:
+                await self._engine.update_weights(change.prepared.path)
+            except BaseException as error:
+                logger.exception("the weights could not be loaded")
+                self._service.fail(error)
+                raise
+            self._intake.weights, change.is_committed = change.prepared, True
+            self._hold(change, hold_s)
+            await self._routers.announce()
+            logger.info("this worker has the weights %s", change.prepared.version)
+            return change.prepared
+
+    async def resume(self, transaction: str) -> ModelWeights:
+        """Accept requests again. Does nothing if the change has ended."""
+        async with self._turn:
+            if (change := self._change) is not None and change.transaction == transaction:
+                await self._end(change)
+            return self._intake.weights
+
+    def close(self) -> None:
+        """Stop the timer of a change. Idempotent."""
+        if self._change is not None:
+            self._hold(self._change, None)
+
+    def _begin(self, transaction: str, owner: str, hold_s: float) -> _Change:
+        """Return the change of this transaction. Raises Unavailable during another one."""
+        change = self._change
+        if change is not None and change.transaction != transaction:
+            text = f"{change.owner} is changing the weights, which are {change.stage}"
+            raise Unavailable(text, retry_after_s=1.0)
+        if change is None:
+            if self._intake.is_draining:
+                raise Unavailable("this worker is draining")
+            change = self._change = _Change(transaction, owner)
+        self._hold(change, hold_s)
+        return change
+
+    def _hold(self, change: _Change, seconds: float | None) -> None:
+        """Resume after `seconds` without another stage; None for never."""
+        if change.ends_by_itself is not None:
+            change.ends_by_itself.cancel()
+        change.ends_by_itself = None
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            change.ends_by_itself = loop.call_later(seconds, self._give_up, change)
+
+    def _give_up(self, change: _Change) -> None:
+        if self._change is change:
+            logger.warning("nothing was heard of %s: this worker resumes", change.owner)
+            self._change, self._intake.updating = None, ""
+            self._routers.renew()
+
+    async def _end(self, change: _Change) -> None:
+        self._hold(change, None)
+        self._change, self._intake.updating = None, ""
+        await self._routers.announce()
+
+    async def _empty(self, updating: str, mode: QuiesceMode, timeout_s: float) -> int:
+        """Return when no stream is open and no block is pinned, and the number of streams that were
+        ended."""
+        intake, service = self._intake, self._service
+        intake.updating, intake.is_announcing = updating, True
+        try:
+            await self._routers.announce()
+        finally:
+            intake.is_announcing = False
+        open_streams = service.open_streams
+        if mode is QuiesceMode.KEEP:
+            service.abandon(WeightsChanging("the weights of the worker change"))
+        elif mode is QuiesceMode.ABORT:
+            service.abandon(AnswerAborted("the weights of the worker change"))
+        elif not await self._comes_true(lambda: not service.open_streams, timeout_s):
+            text = f"{service.open_streams} streams are open after {timeout_s:g} s"
+            raise Unavailable(text, retry_after_s=timeout_s)
+        service.release_held()
+        if not await self._comes_true(lambda: service.ledger().is_empty, UNPIN_S):
+            raise Unavailable(f"blocks are still pinned: {service.ledger()}")
+        return 0 if mode is QuiesceMode.WAIT else open_streams
+
+    async def _comes_true(self, condition: Callable[[], bool], within_s: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not condition():  # noqa: ASYNC110 - streams end in many places
+                    await asyncio.sleep(_POLL_S)
+        return condition()

@@ -1,0 +1,1 @@
+"""Connections of routers: requests and their streams, registration, control, pages."""

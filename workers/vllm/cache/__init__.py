@@ -1,0 +1,1 @@
+"""The engine's prefix cache: its content, and retention of blocks."""

@@ -1,0 +1,1 @@
+"""Grammars of requests, compiled in disposable processes before the engine gets them."""

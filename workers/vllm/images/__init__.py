@@ -1,0 +1,1 @@
+"""Prompts with images, rendered in separate processes."""

@@ -1,0 +1,1 @@
+"""Tool calls and reasoning in answers, for the router's parser process."""

@@ -1,0 +1,1 @@
+"""Patches of vLLM, one a file. docs/vllm.md has the list."""

@@ -1,0 +1,1 @@
+"""Parts of the step loop in workers/vllm/core.py."""
