@@ -18,7 +18,7 @@ from router.attempt.recovery import RetryStep
 from router.fleet.shortlist import MOST_DRAWN, Wanted
 from router.placement.decisions import DecisionLog
 from router.placement.encoders import choose_encoder
-from router.placement.filters import feasible, with_states
+from router.placement.filters import eligible, feasible, with_states
 from router.placement.policies import (
     Policy,
     place_aggregated,
@@ -425,7 +425,14 @@ class Placer:
             try:
                 return self._unsaturated(self._policy, free, demand, turn, context)
             except Unavailable:
-                return waits  # the busy workers can serve it
+                found = eligible(candidates, demand)
+                if found.has_pair or found.aggregated:
+                    return waits  # the busy workers can serve it
+            try:
+                policy = self._policy_or_aggregated
+                return self._unsaturated(policy, free, demand, turn, context)
+            except Unavailable:
+                return waits  # no free worker is ready
         if self._costs is None:
             return waits
         # All prefill workers are busy. Only prefill on a decode worker remains, and only a policy

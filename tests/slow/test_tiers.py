@@ -214,13 +214,15 @@ async def test_kv_received_in_blocks_of_an_ended_prompt_does_not_reach_the_tier(
         right.append((await source.run(again, params(12, ignore_eos=True))).token_ids)
         assert (await source.run(moved, params(1), PrefillPhase(f"b{n}"))).error is None
         # Leaves room for the cut prompt alone, and shows the engine's steps.
-        filler = tiered.submit(prompt(6 * BLOCK, 9000 + n), params(56, ignore_eos=True))
+        longest = 56
+        filler = tiered.submit(prompt(6 * BLOCK, 9000 + n), params(longest, ignore_eos=True))
         steps = tiered.answer(filler)
         await tiered.until(lambda steps=steps: len(steps.token_ids) > 2)
         first = tiered.submit(cut, params(1), PrefillPhase(f"a{n}"))
-        begun = len(steps.token_ids)
+        # On a busy machine the filler may end before this process hears of its first tokens.
+        end = min(len(steps.token_ids) + 2 + n % 3, longest)
         second = tiered.submit(moved, params(2, ignore_eos=True), source.decode_phase(f"b{n}"))
-        await tiered.until(lambda steps=steps, end=begun + 2 + n % 3: len(steps.token_ids) >= end)
+        await tiered.until(lambda steps=steps, end=end: len(steps.token_ids) >= end)
         tiered.cancel(first)
         assert (await tiered.collect(second)).error is None
         await tiered.collect(filler)

@@ -234,6 +234,7 @@ class Cluster:
     ) -> WorkerServer:
         """Start another worker; `until_ready` waits for it. `engine_args` override those of the
         cluster. `model_name`: of another model than the cluster's."""
+        named = {"model_names": (model_name,)} if model_name else {}
         config = WorkerConfig(
             worker_id=name,
             role=role,
@@ -241,9 +242,8 @@ class Cluster:
             routers=(self.grpc, *self._other_routers),
             kv=KvConfig(hold_s=LEASE_S),
             revision=revision,
-            model_names=(model_name,) if model_name else (),
             engine_args={**self._engine_args, **(engine_args or {})},
-            **{"topology": TopologyConfig(region=region), **self._worker_values},
+            **{"topology": TopologyConfig(region=region), **self._worker_values, **named},
         )
         instance_id = f"{name}-instance-{len(self._engines)}"
         engine = make_engine(config, instance_id)
