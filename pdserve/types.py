@@ -230,10 +230,9 @@ class PhaseReport:
 @dataclass(slots=True)
 class StreamDelta:
     """The output of one engine step for one request. `prompt_logprobs`, if requested, are in the
-    first delta of a prefill. The last delta has a finish reason and a report. It also has a
-    `kv_handle` after a prefill with sequential handoff, and the number of output tokens
-    (`exported_tokens`) of an exported stream. A pooling request has a single delta, with the
-    `embedding` (float32, little-endian)."""
+    first delta of a prefill. The last delta has a finish reason and a report. That of an exported
+    stream also has the number of output tokens (`exported_tokens`). A pooling request has a single
+    delta, with the `embedding` (float32, little-endian)."""
 
     stream_id: int
     token_ids: tuple[int, ...] = ()
@@ -243,7 +242,6 @@ class StreamDelta:
     stop_reason: str | int | None = None
     report: PhaseReport | None = None
     error: ErrorInfo | None = None
-    kv_handle: bytes = field(default=b"", repr=False)
     exported_tokens: int = 0
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     embedding: bytes = field(default=b"", repr=False)
@@ -526,15 +524,6 @@ class ModelInfo:
         return (self.name, *self.aliases)
 
 
-class HandoffStyle(StrEnum):
-    """The time at which the decode worker gets a request. CONCURRENT: together with the prefill
-    worker, so KV is transferred while it is computed. SEQUENTIAL: after prefill has ended, with its
-    `kv_handle`."""
-
-    CONCURRENT = "concurrent"
-    SEQUENTIAL = "sequential"
-
-
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
     """The endpoint of a worker's KV transfers. `addresses`: by rank, ordered by pipeline stage,
@@ -548,7 +537,6 @@ class KvEndpoint:
     compatibility: str
     layout: Mapping[str, str]
     transports: tuple[str, ...]
-    handoff: HandoffStyle = HandoffStyle.CONCURRENT
     stage_layers: tuple[tuple[int, ...], ...] = ()
     embedding_bytes: int = 0
     copies: bool = False

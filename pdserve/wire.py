@@ -337,15 +337,24 @@ def stages_from_pb(messages: Iterable[w.StageLayers]) -> tuple[tuple[int, ...], 
     return tuple(tuple(message.layers) for message in messages)
 
 
-_KV = _codec(
+_write_kv, _read_kv = _codec(
     t.KvEndpoint,
     w.KvEndpoint,
     addresses=_TUPLE,
     layout=_MAP,
     transports=_TUPLE,
-    handoff=(str, t.HandoffStyle),
     stage_layers=(stages_to_pb, stages_from_pb),
 )
+# Routers of version 0.1 require a value. Its workers with vLLM's NIXL connector send another one.
+_HANDOFF = "concurrent"
+
+
+def _kv_to_pb(value: t.KvEndpoint) -> w.KvEndpoint:
+    message = _write_kv(value)
+    message.handoff = _HANDOFF
+    return message
+
+
 model_to_pb, model_from_pb = _MODEL = _codec(
     t.ModelInfo, w.ModelInfo, aliases=_TUPLE, sampling_defaults=_MAP, modalities=_MAP
 )
@@ -355,7 +364,7 @@ worker_to_pb, _worker_from_pb = _codec(
     optional=("kv",),
     role=(role_to_pb, role_from_pb),
     model=_MODEL,
-    kv=_KV,
+    kv=(_kv_to_pb, _read_kv),
     limits=_codec(t.EngineLimits, w.EngineLimits),
     gpus=_TUPLE,
     settings=_MAP,
@@ -377,8 +386,9 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
     if message.HasField("kv"):
         if not message.kv.addresses:
             raise InvalidRequest("worker.kv.addresses is missing", field="worker.kv.addresses")
-        if message.kv.handoff not in list(t.HandoffStyle):
-            raise InvalidRequest("worker.kv.handoff is unknown", field="worker.kv.handoff")
+        if message.kv.handoff not in ("", _HANDOFF):
+            reason = f"worker.kv.handoff {message.kv.handoff!r} is not supported: update the worker"
+            raise InvalidRequest(reason, field="worker.kv.handoff")
     try:
         t.SamplingParams(**message.model.sampling_defaults)  # type: ignore[arg-type]
     except (InvalidRequest, TypeError) as error:

@@ -81,16 +81,14 @@ class PrefillPhase:
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
     """Receive KV and first token from the worker at `producer_addresses`, then continue.
-    `producer_stage_layers`: of a producer with several pipeline stages (KvEndpoint). If decode
-    starts only after prefill, `kv_handle` is from the prefill's last delta, and the first token is
-    in `resume_token_ids`. With `live` the producer has decoded all `resume_token_ids`; it sends the
-    KV of all except the last, and no token.
+    `producer_stage_layers`: of a producer with several pipeline stages (KvEndpoint). With `live`
+    the producer has decoded all `resume_token_ids`; it sends the KV of all except the last, and no
+    token.
     """
 
     transfer_id: str
     producer_addresses: tuple[str, ...]
     producer_instance_id: str
-    kv_handle: bytes = field(default=b"", repr=False)
     live: bool = False
     producer_stage_layers: tuple[tuple[int, ...], ...] = ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pdserve.types import ErrorInfo, HandoffStyle, TransferReport
+from pdserve.types import ErrorInfo, TransferReport  # noqa: TC001 - msgspec reads Arrival's hints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,6 @@ class PdHandshake:
     compatibility: str
     layout: dict[str, str]
     transports: tuple[str, ...]
-    handoff: HandoffStyle = HandoffStyle.CONCURRENT
     stage_layers: tuple[tuple[int, ...], ...] = ()
 
 

@@ -746,20 +746,18 @@ class EncodePhase(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
-    __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "kv_handle", "live", "producer_stage_layers")
+    __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "live", "producer_stage_layers")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
-    KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_STAGE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     producer_addresses: _containers.RepeatedScalarFieldContainer[str]
     producer_instance_id: str
-    kv_handle: bytes
     live: bool
     producer_stage_layers: _containers.RepeatedCompositeFieldContainer[StageLayers]
-    def __init__(self, transfer_id: _Optional[str] = ..., producer_addresses: _Optional[_Iterable[str]] = ..., producer_instance_id: _Optional[str] = ..., kv_handle: _Optional[bytes] = ..., live: _Optional[bool] = ..., producer_stage_layers: _Optional[_Iterable[_Union[StageLayers, _Mapping]]] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., producer_addresses: _Optional[_Iterable[str]] = ..., producer_instance_id: _Optional[str] = ..., live: _Optional[bool] = ..., producer_stage_layers: _Optional[_Iterable[_Union[StageLayers, _Mapping]]] = ...) -> None: ...
 
 class AggregatedPhase(_message.Message):
     __slots__ = ()
@@ -852,7 +850,7 @@ class PlainTokens(_message.Message):
     def __init__(self, stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StreamDelta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error", "kv_handle", "exported_tokens", "prompt_logprobs", "embedding")
+    __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error", "exported_tokens", "prompt_logprobs", "embedding")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -861,7 +859,6 @@ class StreamDelta(_message.Message):
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
@@ -873,11 +870,10 @@ class StreamDelta(_message.Message):
     stop_reason: _common_pb2.StopReason
     report: PhaseReport
     error: _common_pb2.Error
-    kv_handle: bytes
     exported_tokens: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     embedding: bytes
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., kv_handle: _Optional[bytes] = ..., exported_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., exported_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class PhaseReport(_message.Message):
     __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer", "prefill_busy_s", "decode_busy_s", "energy_j", "encode_s", "fetched_images", "wanted_images")

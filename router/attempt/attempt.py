@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING
 
 from pdserve import wire
 from pdserve.errors import Cancelled, InternalError, PdserveError, Unavailable
-from pdserve.types import HandoffStyle, StreamDelta
+from pdserve.types import StreamDelta
 from router.attempt.answer import AnswerDelta, deadline_passed
-from router.attempt.handoff import (
-    MOVED,
-    Exported,
-    Failed,
-    Finished,
-    Handoff,
-    Side,
-    SubmitDecode,
-)
+from router.attempt.handoff import MOVED, Exported, Failed, Finished, Handoff, Side
 from router.attempt.specs import SubmitInputs
 from router.attempt.streams import Moved, WorkerStream
 from router.placement.values import may_hold
@@ -76,15 +68,12 @@ class Attempt:
         self._leaving: Moved | None = None  # set if the attempt leaves its worker
         self._timers: list[asyncio.TimerHandle] = []
         self._streams: dict[Side, WorkerStream] = {}
-        style = HandoffStyle.CONCURRENT
         previous: WorkerStream | None = None
         for spec in specs:
             side, charge, can_fail = spec.side, spec.charge, spec.is_optional
             stream = WorkerStream(side, charge.member, charge, spec.pair, answer.cause, can_fail)
             stream.from_token = len(answer.tokens)
             self._streams[side] = stream
-            if spec.after_prefill:
-                style = HandoffStyle.SEQUENTIAL
             previous = spec.producer or previous
         answer.streams += [self._streams[x] for x in _PHASES if x in self._streams]
         prefill, decode = self._streams.get(Side.PREFILL), self._streams[Side.DECODE]
@@ -94,7 +83,6 @@ class Attempt:
             len(answer.tokens),
             decode.member.worker_id,
             None if prefill is None else prefill.member.worker_id,
-            style,
             None if previous is None else Side.PREVIOUS,
         )
         if previous is not None:
@@ -110,7 +98,8 @@ class Attempt:
             if (deadline := self._request.deadline) is not None:
                 # One timer for the attempt is cheaper than a timeout around each wait.
                 self._timers.append(self._end.get_loop().call_at(deadline, self._expire))
-            self._send()
+            for spec in self._specs:
+                self._submit(spec, self._streams[spec.side])
             self._media = ()
             end = await self._end
             return end
@@ -214,13 +203,7 @@ class Attempt:
 
     # -- Commands to workers
 
-    def _send(self, *, after_prefill: bool = False, kv_handle: bytes = b"") -> None:
-        """Send the streams that are due."""
-        for spec in self._specs:
-            if spec.after_prefill is after_prefill:
-                self._submit(spec, self._streams[spec.side], kv_handle)
-
-    def _submit(self, spec: StreamSpec, stream: WorkerStream, kv_handle: bytes) -> None:
+    def _submit(self, spec: StreamSpec, stream: WorkerStream) -> None:
         """Send the request to a worker. An error of the connection counts as its loss."""
         if not self._is_open(stream, spec.side) or self._handoff.ended:
             return
@@ -228,7 +211,7 @@ class Attempt:
             self.on_lost(stream, Unavailable(f"worker {stream.worker_id} is gone"))
             return
         sent = [side for side, x in self._streams.items() if x.stream_id is not None]
-        command = spec.build(SubmitInputs(self._answer.tokens, self._media, kv_handle, sent))
+        command = spec.build(SubmitInputs(self._answer.tokens, self._media, sent))
         stream.weights = stream.member.reported.weights
         command.submit.weights_sequence = stream.weights.sequence
         storage, topology = self._request.storage, stream.member.info.topology
@@ -273,8 +256,6 @@ class Attempt:
                     out.index = self._answer.index
                     out.prompt_logprobs = action.prompt_logprobs
                     self._write(out)
-                case SubmitDecode(kv_handle):
-                    self._send(after_prefill=True, kv_handle=kv_handle)
                 case Finished(delta):
                     self._note_first_token(delta)
                     # The caller writes it, because the last delta has the usage of all answers.

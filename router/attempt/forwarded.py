@@ -53,7 +53,7 @@ async def request_to_pb(
         from_region=from_region,
     )
     media = () if request.pixels is None else await request.pixels.read()
-    complete(found.request, request, SubmitInputs(request.resume, media, b"", ()))
+    complete(found.request, request, SubmitInputs(request.resume, media, ()))
     found.request.prompt_token_ids.extend(request.prompt_token_ids)
     return found
 

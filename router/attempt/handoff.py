@@ -1,18 +1,16 @@
 """Order of the streams of one attempt, as a state machine without I/O.
 
-Prefill samples the first token, and decode continues after it. A concurrent handoff submits both
-streams together, and their deltas may arrive in any order. Deltas and failures of decode that
-arrive before the first token are therefore held back until it arrives. The answer may end with the
-first token; a failure of decode is then only a consequence. A sequential handoff submits decode
-after prefill has ended, with the first token and the handle of prefill's KV.
+Prefill samples the first token, and decode continues after it. Both streams are submitted
+together, so KV moves while it is computed, and their deltas may arrive in any order. Deltas and
+failures of decode that arrive before the first token are therefore held back until it arrives. The
+answer may end with the first token; a failure of decode is then only a consequence.
 
 A request can leave a healthy worker with its KV by exporting its stream. An exported stream sends
 tokens until its last delta, which has the number of tokens generated. The next attempt starts with
 its KV.
 
-Events are method calls. Each returns a list of actions in order: a delta to send to the client,
-a SubmitDecode, or as the last one an `End`. router/attempt/recovery.py decides what follows a
-failure.
+Events are method calls. Each returns a list of actions in order: deltas to send to the client, or
+as the last one an `End`. router/attempt/recovery.py decides what follows a failure.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from pdserve.errors import (
     WorkerFailed,
     from_info,
 )
-from pdserve.types import FinishReason, HandoffStyle, StreamDelta
+from pdserve.types import FinishReason, StreamDelta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,12 +50,6 @@ class Side(StrEnum):
     DECODE = "decode"
     PREVIOUS = "previous"
     ENCODE = "encode"
-
-
-class SubmitDecode(Struct, frozen=True):
-    """Submit decode. Prefill has ended; `kv_handle` describes its KV."""
-
-    kv_handle: bytes
 
 
 class Finished(Struct, frozen=True):
@@ -81,7 +73,7 @@ class Exported(Struct, frozen=True):
 
 
 End = Finished | Failed | Exported
-Action = StreamDelta | SubmitDecode | End
+Action = StreamDelta | End
 
 
 @dataclass(slots=True, eq=False)
@@ -97,12 +89,10 @@ class Handoff:
     tokens: int
     decode: str  # worker id
     prefill: str | None = None
-    style: HandoffStyle = HandoffStyle.CONCURRENT
     kv_held_by: Side | None = None
     ended: bool = field(default=False, init=False)
     _open: set[Side] = field(init=False)
     _waits_for_first: bool = field(init=False)
-    _decode_is_pending: bool = field(init=False)
     _decode_has_token: bool = field(default=False, init=False)
     _is_exporting: bool = field(default=False, init=False)
     _early: list[StreamDelta | PdserveError] = field(default_factory=list, init=False)
@@ -110,7 +100,6 @@ class Handoff:
     def __post_init__(self) -> None:
         self._open = {Side.DECODE} if self.prefill is None else {Side.PREFILL, Side.DECODE}
         self._waits_for_first = self.prefill is not None
-        self._decode_is_pending = self.prefill is not None and self.style is HandoffStyle.SEQUENTIAL
 
     def is_open(self, side: Side) -> bool:
         """Return True until the last delta of a stream or its loss."""
@@ -230,13 +219,7 @@ class Handoff:
             error = InternalError(f"worker {self.prefill} ended prefill without a token")
             return self._end(Failed(side, error))
         self.kv_held_by = side
-        actions = self._deliver(side, delta)
-        if not self._decode_is_pending:
-            return actions
-        self._decode_is_pending = False
-        if not delta.kv_handle:
-            return *actions, *self._failed(Side.DECODE, TransferFailed("prefill kept no KV"))
-        return *actions, SubmitDecode(delta.kv_handle)
+        return self._deliver(side, delta)
 
     def _exported(self, count: int) -> Sequence[Action]:
         self._open.remove(Side.DECODE)
@@ -249,8 +232,8 @@ class Handoff:
 
     def _failed(self, side: Side, error: PdserveError) -> Sequence[Action]:
         self._open.remove(side)
-        if side is Side.PREFILL and not self._waits_for_first and not self._decode_is_pending:
-            # Decode is submitted. It has all KV, or it reports a failed transfer itself.
+        if side is Side.PREFILL and not self._waits_for_first:
+            # Decode has all KV, or it reports a failed transfer itself.
             return ()
         # Unavailable here means that the worker could not keep the KV, which is not its fault.
         was_moving = side is Side.DECODE and self._is_exporting and isinstance(error, Unavailable)

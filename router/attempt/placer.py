@@ -12,7 +12,7 @@ from msgspec import structs
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unavailable
 from pdserve.kv_compatibility import exchange
-from pdserve.types import HandoffStyle, Role
+from pdserve.types import Role
 from router.admission import NoAdapterSlot, NoRoom
 from router.attempt.recovery import RetryStep
 from router.fleet.shortlist import MOST_DRAWN, Wanted
@@ -325,8 +325,7 @@ class Placer:
         """Reserve a decode worker, not in `without`, that continues with the KV of `producer_id`.
         Raises Unavailable if none fits."""
         producer, cause = self._fleet.members[producer_id], f"live_kv: {cause}"
-        kv = producer.info.kv
-        if kv is None or kv.handoff is not HandoffStyle.CONCURRENT:
+        if producer.info.kv is None:
             raise Unavailable(f"worker {producer_id} cannot export the KV of a running request")
         policy = partial(place_live, producer.snapshot())
         demand = structs.replace(self._beside(demand, producer), without=without)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, structs
 
 from pdserve import wire
-from pdserve.types import HandoffStyle, Role
+from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from router.attempt.handoff import Side
 
@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 class SubmitInputs(Struct, frozen=True):
     """Inputs that are known when a stream is sent. `tokens`: it continues after them. `media`: of
-    the prompt, with the data of images. `kv_handle`: prefill's KV. `sent`: the sides sent
-    before."""
+    the prompt, with the data of images. `sent`: the sides sent before."""
 
     tokens: Sequence[int]
     media: Sequence[MediaItem]
-    kv_handle: bytes
     sent: Container[Side]
 
 
@@ -41,15 +39,14 @@ class StreamSpec(Struct, frozen=True, eq=False):
     """A stream on the worker of `charge`.
 
     `pair`: ids of the workers that exchange KV for it. `build`: returns its submit command, without
-    the prompt; call it once. `after_prefill`: send it when prefill has ended. `is_optional`: the
-    attempt continues without it. `producer`: the exported stream whose KV it fetches.
+    the prompt; call it once. `is_optional`: the attempt continues without it. `producer`: the
+    exported stream whose KV it fetches.
     """
 
     side: Side
     charge: Charge
     pair: Pair | None
     build: Build
-    after_prefill: bool = False
     is_optional: bool = False
     producer: WorkerStream | None = None
 
@@ -112,9 +109,7 @@ def pair(
     build: Build = partial(_build_prefill, request, command)
     specs.append(StreamSpec(Side.PREFILL, charge, pair, build))
     build = _decode(request, info, transfer_id)
-    is_sequential = info.kv is not None and info.kv.handoff is HandoffStyle.SEQUENTIAL
-    decode = StreamSpec(Side.DECODE, held.decode_charge, pair, build, after_prefill=is_sequential)
-    return [decode, *specs]
+    return [StreamSpec(Side.DECODE, held.decode_charge, pair, build), *specs]
 
 
 def live(
@@ -174,8 +169,7 @@ def _decode(
     request: GenerateRequest, producer: WorkerInfo, transfer_id: str, *, is_live: bool = False
 ) -> Build:
     """Return the builder of a stream that fetches KV from `producer`. A live producer has decoded
-    all tokens. Otherwise it is prefill, which in a sequential handoff sampled the last one.
-    """
+    all tokens. Otherwise it is prefill."""
     assert producer.kv is not None, "workers without KV are not paired"
     command = w.Command()
     decode = command.submit.decode
@@ -188,7 +182,6 @@ def _decode(
 
 
 def _build_decode(request: GenerateRequest, command: w.Command, inputs: SubmitInputs) -> w.Command:
-    command.submit.decode.kv_handle = inputs.kv_handle
     # Its KV replaces the data of images.
     return _build(request, command, structs.replace(inputs, media=request.media))
 

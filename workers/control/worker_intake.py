@@ -132,7 +132,6 @@ def _phase(submit: w.Submit) -> Phase:
                 _present("decode.transfer_id", decode.transfer_id),
                 _present("decode.producer_addresses", tuple(decode.producer_addresses)),
                 _present("decode.producer_instance_id", decode.producer_instance_id),
-                kv_handle=decode.kv_handle,
                 live=decode.live,
                 producer_stage_layers=wire.stages_from_pb(decode.producer_stage_layers),
             )

@@ -23,7 +23,7 @@ from kv_transfer.vllm.connector import first_of, handshake_in
 from kv_transfer.vllm.continuation import ContinuationsWithoutConnector
 from kv_transfer.vllm.kv_layout import check_model
 from pdserve.model.tokenizer import digest_of, read_files
-from pdserve.types import EngineLimits, HandoffStyle, KvEndpoint, ModelInfo
+from pdserve.types import EngineLimits, KvEndpoint, ModelInfo
 from workers.engine import EngineInfo
 from workers.vllm.images import tensors
 from workers.vllm.patches.experts import mend_experts
@@ -201,7 +201,6 @@ def _kv_endpoint(opened: OpenedEngine) -> KvEndpoint | None:
         compatibility=first.compatibility,
         layout=dict(first.layout),
         transports=tuple(first.transports),
-        handoff=first.handoff,
         stage_layers=first.stage_layers,
-        copies=first.handoff is HandoffStyle.CONCURRENT,
+        copies=True,
     )

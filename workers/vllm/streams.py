@@ -19,7 +19,6 @@ from pdserve.errors import (
 from pdserve.types import (
     ErrorInfo,
     FinishReason,
-    HandoffStyle,
     PhaseReport,
     PositionLogprobs,
     StreamDelta,
@@ -38,7 +37,7 @@ from workers.vllm.images import tensors
 from workers.vllm.patches.detokenize import mend_start
 from workers.vllm.patches.reasoning import set_gate
 from workers.vllm.step import sampling
-from workers.vllm.step.kv_params import connector_params, handle_of
+from workers.vllm.step.kv_params import connector_params
 from workers.vllm.step.pooling import pooling_params
 
 if TYPE_CHECKING:
@@ -90,7 +89,6 @@ class EngineStreams:
         self._world_size = opened.engine.vllm_config.parallel_config.world_size
         self._encodes = opened.encodes
         self._info = info
-        self._handoff = HandoffStyle.CONCURRENT if info.kv is None else info.kv.handoff
         self._adapters, self._retention, self._busy = adapters, retention, busy
         self._streams: dict[int, _EngineRequest] = {}
         self._held: dict[int, str] = {}  # stream id → vLLM's id
@@ -141,7 +139,7 @@ class EngineStreams:
         if isinstance(work.phase, PoolingPhase):
             length, scores = len(work.prompt_token_ids), self._info.model.cross_encoder
             return pooling_params(self._engine, work.phase, length, scores=scores)
-        return sampling.to_vllm(work, connector_params(work, self._handoff))
+        return sampling.to_vllm(work, connector_params(work))
 
     def cancel(self, stream_id: int) -> None:
         """Stop a stream without a last delta, or release the blocks of an ended prefill."""
@@ -164,8 +162,8 @@ class EngineStreams:
         if stream is None:
             return []
         request = self._scheduler.requests.get(stream.vllm_id)
-        is_ours = self._connector is not None and self._handoff is HandoffStyle.CONCURRENT
-        is_held = request is not None and is_ours and self._connector.export(request, transfer_id)
+        has_kv = request is not None and self._connector is not None
+        is_held = has_kv and self._connector.export(request, transfer_id)
         tokens = int(request.num_output_tokens) if is_held else 0
         self.cancel(stream_id)
         if not is_held:
@@ -221,7 +219,7 @@ class EngineStreams:
         if isinstance(stream.work.phase, EncodePhase):
             return self._encoded(stream, failed=output.outputs[0].finish_reason == "error")
         work, made = stream.work, output.outputs[0]
-        text, finish, error, report, handle = made.text, None, None, None, b""
+        text, finish, error, report = made.text, None, None, None
         if output.finished:
             del self._streams[work.stream_id]
             if self._continuations is not None:
@@ -237,7 +235,6 @@ class EngineStreams:
                 if finish is FinishReason.LENGTH:
                     text = sampling.held_back(stream.state, text)
                     self._remember_held(stream)
-                    handle = handle_of(output.kv_transfer_params)
                 else:
                     # The scheduler saw an end by max_tokens before the stop string was found.
                     self._connector.release(stream.vllm_id)
@@ -252,7 +249,6 @@ class EngineStreams:
             stop_reason=made.stop_reason,
             report=report,
             error=error,
-            kv_handle=handle,
             prompt_logprobs=self._prompt_logprobs(work, output),
         )
 

@@ -172,6 +172,16 @@ def test_a_kv_endpoint_without_an_address_is_refused() -> None:
     assert caught.value.field == "worker.kv.addresses"
 
 
+def test_workers_of_version_0_1_that_compute_both_phases_in_turn_are_refused_by_name() -> None:
+    known = w.KvEndpoint(addresses=["h:1"], compatibility="c", handoff="concurrent")
+    info = wire.worker_from_pb(complete_worker(kv=known))
+    assert wire.worker_to_pb(info).kv.handoff == "concurrent", "routers of 0.1 require it"
+    known.handoff = "sequential"
+    with pytest.raises(InvalidRequest, match="'sequential' is not supported") as caught:
+        wire.worker_from_pb(complete_worker(kv=known))
+    assert caught.value.field == "worker.kv.handoff"
+
+
 @pytest.mark.parametrize("defaults", [{"top_p": 2.0}, {"heat": 1.0}])
 def test_sampling_defaults_that_no_request_may_have_are_refused(defaults: dict[str, float]) -> None:
     model = w.ModelInfo(sampling_defaults=defaults)

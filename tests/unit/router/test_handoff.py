@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import WorkerFailed
-from pdserve.types import ErrorInfo, FinishReason, HandoffStyle, StreamDelta
+from pdserve.types import ErrorInfo, FinishReason, StreamDelta
 from router.attempt.handoff import (
     Exported,
     Failed,
     Finished,
     Handoff,
     Side,
-    SubmitDecode,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class Driver:
         self,
         names: str = "pd",
         *,
-        style: HandoffStyle = HandoffStyle.CONCURRENT,
         max_tokens: int = 8,
         tokens: int = 0,
         has_moved: bool = False,
@@ -48,7 +46,6 @@ class Driver:
             tokens,
             names[-1],
             "p" if "p" in names else None,
-            style,
             Side.PREVIOUS if has_moved else None,
         )
 
@@ -88,8 +85,6 @@ def _short(actions: Sequence[Action]) -> list[Short]:
             case Failed(side, error, was_moving):
                 what = "failed to move" if was_moving else "failed"
                 found.append((what, side, error.code))
-            case SubmitDecode():
-                found.append(("submit decode",))
             case Exported():
                 found.append(("exported",))
     return found
@@ -109,7 +104,7 @@ def decoding() -> Driver:
     return pair
 
 
-class TestConcurrentHandoff:
+class TestHandoff:
     def test_decode_continues_after_the_first_token_of_prefill(self, decoding: Driver) -> None:
         assert decoding.delta("d", 3, 4) == [("deliver", 3, 4)]
         assert decoding.delta("d", 5, finish_reason=STOP) == [("finished", 5, STOP)]
@@ -199,28 +194,6 @@ class TestExport:
         assert not decoding.export("d")
 
 
-class TestSequentialHandoff:
-    @pytest.fixture
-    def pair(self) -> Driver:
-        return Driver(style=HandoffStyle.SEQUENTIAL)
-
-    def test_decode_is_submitted_when_prefill_has_ended(self, pair: Driver) -> None:
-        found = pair.delta("p", 1, finish_reason=LENGTH, kv_handle=b"kv")
-        assert found == [("deliver", 1), ("submit decode",)]
-        assert pair.delta("d", 2) == [("deliver", 2)]
-
-    def test_an_answer_can_end_with_the_first_token(self, pair: Driver) -> None:
-        assert pair.delta("p", 1, finish_reason=STOP) == [("finished", 1, STOP)]
-
-    def test_a_prefill_that_kept_no_kv_is_a_failed_transfer(self, pair: Driver) -> None:
-        failed = ("failed", Side.DECODE, "transfer_failed")
-        assert pair.delta("p", 1, finish_reason=LENGTH) == [("deliver", 1), failed]
-
-    def test_a_prefill_worker_lost_before_its_end_fails_the_attempt(self, pair: Driver) -> None:
-        assert pair.delta("p", 1) == [("deliver", 1)]
-        assert pair.lost("p") == [("failed", Side.PREFILL, "worker_failed")]
-
-
 def test_one_worker_computes_both_phases() -> None:
     one = Driver("a", tokens=1)
     assert one.delta("a", 2) == [("deliver", 2)]
@@ -267,8 +240,7 @@ def test_an_attempt_uses_a_worker_while_it_computes_or_holds_kv() -> None:
 class World:
     """Consecutive attempts on workers whose tokens are consecutive numbers."""
 
-    def __init__(self, style: HandoffStyle) -> None:
-        self.style = style
+    def __init__(self) -> None:
         self.delivered: list[int] = []
         self.end: Finished | Failed | Exported | None = None
         self.attempts = 0
@@ -277,14 +249,11 @@ class World:
     def open(self, names: str, has_moved: bool = False) -> None:
         self.attempts += 1
         self.end = None
-        self.driver = Driver(
-            names, style=self.style, max_tokens=100, tokens=len(self.delivered), has_moved=has_moved
-        )
+        tokens = len(self.delivered)
+        self.driver = Driver(names, max_tokens=100, tokens=tokens, has_moved=has_moved)
         self.next = {x: len(self.delivered) + 1 for x in names}
         if "p" in names:
             self.next["d"] += 1
-            if self.style is HandoffStyle.SEQUENTIAL:
-                del self.next["d"]
 
     def event(self, name: str, what: str) -> None:
         if self.end is not None or name not in self.next:
@@ -318,8 +287,7 @@ class World:
             return StreamDelta(1, finish_reason=FinishReason.ERROR, error=ErrorInfo(what, what))
         self.next[name] += 1
         finish = None if what == "token" else FinishReason(what)
-        handle = b"kv" if name == "p" and what == LENGTH else b""
-        return StreamDelta(1, (self.next[name] - 1,), finish_reason=finish, kv_handle=handle)
+        return StreamDelta(1, (self.next[name] - 1,), finish_reason=finish)
 
     def perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -327,8 +295,6 @@ class World:
             match action:
                 case StreamDelta():
                     self.delivered += action.token_ids
-                case SubmitDecode():
-                    self.next["d"] = len(self.delivered) + 1
                 case Finished(delta):
                     self.delivered += delta.token_ids
                     self.end = action
@@ -354,12 +320,9 @@ class World:
         ),
         max_size=16,
     ),
-    st.sampled_from(HandoffStyle),
 )
-def test_no_token_is_repeated_or_lost_whatever_happens(
-    events: list[tuple[str, str]], style: HandoffStyle
-) -> None:
-    world = World(style)
+def test_no_token_is_repeated_or_lost_whatever_happens(events: list[tuple[str, str]]) -> None:
+    world = World()
     for name, what in events:
         world.event(name, what)
     assert world.delivered == list(range(1, len(world.delivered) + 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +11,6 @@ from pdserve.types import (
     ErrorInfo,
     FinishReason,
     GenerateRequest,
-    HandoffStyle,
     SamplingParams,
     StreamDelta,
 )
@@ -33,25 +31,18 @@ REQUEST = GenerateRequest(
 )
 
 
-def pair(style: HandoffStyle = HandoffStyle.CONCURRENT) -> list[StreamSpec]:
-    prefill = worker("p0")
-    assert prefill.info.kv is not None
-    prefill.info = replace(prefill.info, kv=replace(prefill.info.kv, handoff=style))
-    held = Reservation(worker("d0"), prefill=prefill, encoder=worker("e0"), image_tokens=2)
+def pair() -> list[StreamSpec]:
+    held = Reservation(worker("d0"), prefill=worker("p0"), encoder=worker("e0"), image_tokens=2)
     return specs.generation(REQUEST, held)
 
 
-@pytest.mark.parametrize("style", HandoffStyle)
-def test_decode_is_sent_first_or_after_prefill(style: HandoffStyle) -> None:
-    later = {x.side: x.after_prefill for x in pair(style)}
-    assert [*later] == [Side.DECODE, Side.ENCODE, Side.PREFILL]
-    assert later.pop(Side.DECODE) is (style is HandoffStyle.SEQUENTIAL)
-    assert not any(later.values())
+def test_decode_is_sent_first() -> None:
+    assert [x.side for x in pair()] == [Side.DECODE, Side.ENCODE, Side.PREFILL]
 
 
 @pytest.mark.parametrize("sent", [(), (Side.ENCODE,)])
 def test_prefill_waits_only_for_embeddings_that_were_asked_for(sent: tuple[Side, ...]) -> None:
-    prefill = pair()[-1].build(SubmitInputs((), (), b"", sent)).submit.prefill
+    prefill = pair()[-1].build(SubmitInputs((), (), sent)).submit.prefill
     assert prefill.HasField("embeddings") is bool(sent)
 
 
