@@ -1,11 +1,12 @@
 """Fork server: starts processes as forks of a parent that has imported their modules.
 
 Importing vLLM takes most of an engine's start. `ForkServer` starts the parent, `python -m
-pdserve.process.forkserver FD PID FUNCTION ARGUMENT...`. The parent calls FUNCTION (module:name),
+pdserve.process.forkserver PID FUNCTION ARGUMENT... FD`. The parent calls FUNCTION (module:name),
 which imports the modules, and then forks one child for each request. A request is JSON (see
-`start`) with file descriptors: a socket for the replies, and descriptors for the child, whose
-numbers are appended to the child's arguments. The replies are the child's pid and its exit code.
-This is only how a process starts: calls to one that has started are child_pool.py's.
+`_request`) with file descriptors: a socket for the replies, the log, and descriptors for the child,
+whose numbers are appended to the child's arguments. The replies are the child's pid and its exit
+code. In a forked process, the parent of a `ForkServer` is a fork too, which need not import these
+modules again. This is only how a process starts: calls to one that has started are child_pool.py's.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ _MAX_ANSWER_BYTES = 32
 _MAX_FDS = 8
 _MAX_REPORT_BYTES = 1 << 20
 _LAST_REPORTS_S = 1.0
+# A fork copies neither threads nor a CUDA context: numpy must not start threads, and vLLM must not
+# see a GPU. numpy's OpenBLAS reads its own variable first, which a worker with several cores has
+# set.
+_PARENT_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+MODULE = "pdserve.process.forkserver"
+_FORKED = "0"  # the argument of a forked parent in place of its creator's process id
+
+# In a forked process: the socket for requests to the parent that forked it.
+_own_server: socket.socket | None = None
 
 
 class ForkFailed(Exception):
@@ -80,6 +91,27 @@ class Forked:
 Process = asyncio.subprocess.Process | Forked
 
 
+class _ForkedParent:
+    """The parent of a ForkServer, forked by the parent of this process. Has the methods of
+    `subprocess.Popen` that ForkServer needs."""
+
+    def __init__(self, pid: int, answers: socket.socket) -> None:
+        self._pid, self._answers = pid, answers
+        self._returncode: int | None = None
+
+    def kill(self) -> None:
+        # An answer is its exit code, after which the process id may be another process's.
+        if self._returncode is None and not select.select([self._answers], [], [], 0)[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self._returncode is None:
+            with self._answers:
+                self._returncode = int(self._answers.recv(_MAX_ANSWER_BYTES) or -signal.SIGKILL)
+        return self._returncode
+
+
 class ForkServer:
     """Owns the parent process, from the first `start` to `close`."""
 
@@ -89,7 +121,7 @@ class ForkServer:
         """`preload` is module:function, called with `arguments`; the parent writes to `log`."""
         self._preload = (preload, *arguments)
         self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | _ForkedParent | None = None
         self._control: socket.socket
 
     async def start(
@@ -102,15 +134,14 @@ class ForkServer:
     ) -> Forked:
         """Run `python -m module *args` in a fork that writes to `log`. Raises ForkFailed."""
         self.start_parent()
-        request = {"module": module, "args": args, "env": dict(env), "log": log and str(log)}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with contextlib.ExitStack() as stack:
             stack.callback(ours.close)
             try:
-                with theirs:
-                    data = json.dumps(request).encode()
-                    socket.send_fds(self._control, [data], [theirs.fileno(), *fds])
+                with theirs, contextlib.ExitStack() as files:
+                    out = files.enter_context(log.open("ab")).fileno() if log else None
+                    _request(self._control, theirs, module, args, env, out, fds)
                 pid = int(await asyncio.get_running_loop().sock_recv(ours, _MAX_ANSWER_BYTES))
             except (OSError, ValueError) as error:
                 raise ForkFailed("the parent process has ended") from error
@@ -122,26 +153,41 @@ class ForkServer:
         if self._process is not None:
             return
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = (str(theirs.fileno()), str(os.getpid()), *self._preload)
-        with theirs, contextlib.ExitStack() as stack:
+        with theirs:
+            self._process = self._forked(theirs) or self._executed(theirs)
+
+    def _executed(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        words = (str(os.getpid()), *self._preload, str(theirs.fileno()))
+        with contextlib.ExitStack() as stack:
             log = stack.enter_context(self._log.open("ab")) if self._log else None
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve.process.forkserver", *words],
+            return subprocess.Popen(
+                [sys.executable, "-m", MODULE, *words],
                 pass_fds=[theirs.fileno()],
-                # A fork copies neither threads nor a CUDA context: numpy must not start threads,
-                # and vLLM must not see a GPU. numpy's OpenBLAS reads its own variable first, which
-                # a worker with several cores has set.
-                env={
-                    **os.environ,
-                    "OPENBLAS_NUM_THREADS": "1",
-                    "OMP_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
-                },
+                env={**os.environ, **_PARENT_ENV},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+
+    def _forked(self, theirs: socket.socket) -> _ForkedParent | None:
+        """Fork the fork server of this process, if there is one."""
+        if _own_server is None:
+            return None
+        ours, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words, env = (_FORKED, *self._preload), {**os.environ, **_PARENT_ENV}
+        with contextlib.ExitStack() as stack:
+            stack.callback(ours.close)
+            try:
+                with answers, contextlib.ExitStack() as files:
+                    out = files.enter_context(self._log.open("ab")).fileno() if self._log else 2
+                    fds = (theirs.fileno(),)
+                    _request(_own_server, answers, MODULE, words, env, out, fds)
+                pid = int(ours.recv(_MAX_ANSWER_BYTES))
+            except (OSError, ValueError):  # it has ended, and this process ends with it
+                return None
+            stack.pop_all()
+        return _ForkedParent(pid, ours)
 
     def close(self) -> None:
         """Kill the parent. The kernel then kills every process that it forked."""
@@ -218,36 +264,73 @@ async def _start(
         )
 
 
+def _request(
+    server: socket.socket,
+    answers: socket.socket,
+    module: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    out: int | None,
+    fds: Sequence[int],
+) -> None:
+    """Ask the parent at `server` for a fork that writes to `out`, and runs on the cores of this
+    process. Raises OSError."""
+    cores = sorted(os.sched_getaffinity(0))
+    request = {"module": module, "args": args, "env": dict(env), "cores": cores}
+    logs = [] if out is None else [out]
+    data = json.dumps({**request, "has_log": bool(logs)}).encode()
+    socket.send_fds(server, [data], [answers.fileno(), *logs, *fds])
+
+
 # The parent process
 
 
-def _serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork until the socket closes. Return the request in each child, and None in the parent."""
+def _serve(control: socket.socket, *, is_forked: bool) -> dict[str, Any] | None:
+    """Fork until `control` closes. Return the request in each child, and None in the parent. A
+    child can make requests too, unless this parent `is_forked`, because its children may read what
+    strangers sent."""
     children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+    clients = {control.fileno(): control}
     while True:
-        ready, _, _ = select.select([control.fileno(), *children], [], [])
+        ready, _, _ = select.select([*clients, *children], [], [])
         for pidfd in children.keys() & ready:
             pid, answers = children.pop(pidfd)
             os.close(pidfd)
             _answer(answers, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             answers.close()
-        if control.fileno() not in ready:
-            continue
-        message, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, _MAX_FDS)
-        if not message:
-            return None
-        answers, handed = socket.socket(fileno=fds[0]), fds[1:]
-        if not (pid := os.fork()):
-            for pidfd, (_, other) in children.items():
-                os.close(pidfd)
-                other.close()
-            control.close()
-            answers.close()
-            return _become(json.loads(message), handed)
-        for fd in handed:
-            os.close(fd)
-        children[os.pidfd_open(pid)] = pid, answers
-        _answer(answers, pid)
+        for client in [x for fd, x in clients.items() if fd in ready]:
+            message, fds, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, _MAX_FDS)
+            if not message:
+                if client is control:
+                    return None
+                clients.pop(client.fileno()).close()
+                continue
+            answers, handed = socket.socket(fileno=fds[0]), fds[1:]
+            ours, own_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if not (pid := os.fork()):
+                for pidfd, (_, other) in children.items():
+                    os.close(pidfd)
+                    other.close()
+                for each in (*clients.values(), answers, ours):
+                    each.close()
+                _set_own_server(own_server, is_usable=not is_forked)
+                return _become(json.loads(message), handed)
+            for fd in handed:
+                os.close(fd)
+            own_server.close()
+            clients[ours.fileno()] = ours
+            children[os.pidfd_open(pid)] = pid, answers
+            _answer(answers, pid)
+
+
+def _set_own_server(server: socket.socket, *, is_usable: bool) -> None:
+    """Keep the socket in this module as others import it. This process runs it as `__main__`."""
+    module: Any = importlib.import_module(MODULE)
+    if module._own_server is not None:
+        module._own_server.close()
+    module._own_server = server if is_usable else None
+    if not is_usable:
+        server.close()
 
 
 def _answer(answers: socket.socket, number: int) -> None:
@@ -258,10 +341,12 @@ def _answer(answers: socket.socket, number: int) -> None:
 def _become(request: dict[str, Any], handed: list[int]) -> dict[str, Any]:
     """Take over the log, the environment and the file descriptors of `request` in the child."""
     os.setsid()
-    if request["log"]:
-        with Path(request["log"]).open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
+    os.sched_setaffinity(0, request["cores"])
+    if request["has_log"]:
+        log = handed.pop(0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
     for fd in handed:
         os.set_inheritable(fd, True)
     os.environ.clear()
@@ -285,7 +370,8 @@ def _run(module: str, args: list[str]) -> NoReturn:
     exit_at_once(code if isinstance(code, int) else 1)
 
 
-def _main(fd: str, parent_pid: str, preload: str, *arguments: str) -> None:
+def _main(parent_pid: str, preload: str, *words: str) -> None:
+    *arguments, fd = words
     die_with(int(parent_pid))
     os.environ.pop("OMP_NUM_THREADS")  # numpy has read it, and the engine sets its own
     module, _, name = preload.partition(":")
@@ -298,7 +384,7 @@ def _main(fd: str, parent_pid: str, preload: str, *arguments: str) -> None:
     gc.freeze()
     gc.unfreeze = lambda: None
     gc.enable()
-    request = _serve(socket.socket(fileno=int(fd)))
+    request = _serve(socket.socket(fileno=int(fd)), is_forked=parent_pid == _FORKED)
     if request is not None:
         _run(request["module"], request["args"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from pdserve.types import Constraint, FinishReason, StructuredOutput
 from tests.support.engine_pair import params, prompt
-from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
     from tests.support.engines import EngineProcess
@@ -109,18 +107,3 @@ async def test_a_cancel_while_the_guard_compiles_ends_the_request(
     assert answer.error is None
     assert not aggregated.answer(stream_id).deltas
     await aggregated.until_empty()
-
-
-async def test_a_guard_that_was_killed_is_replaced(aggregated: EngineProcess) -> None:
-    def constraint(name: str) -> StructuredOutput:
-        return StructuredOutput(Constraint.CHOICE, choices=("yes", name))
-
-    await aggregated.run(PROMPT, params(structured_output=constraint("before")))
-    (guard,) = psutil.Process(aggregated.pid).children()
-    guard.kill()
-    async with asyncio.timeout(WAIT_S):  # the first request may find the broken guard
-        while (
-            answer := await aggregated.run(PROMPT, params(structured_output=constraint("after")))
-        ).error is not None:
-            assert answer.error.code == "unavailable"
-    assert answer.text in ("yes", "after")

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.process.forkserver import ForkFailed, ForkServer
+from tests.support.timeouts import wait_until
 from workers.main import thread_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+# Uses a fork server. Its parent writes whether it has imported the module, and its process id.
+USER = """
+import asyncio, os, sys
+from pathlib import Path
+from pdserve.process.forkserver import ForkServer
+
+def preload(path):
+    Path(path).write_text(f"{'tabnanny' in sys.modules} {os.getpid()}")
+
+async def main(path, is_closed):
+    server = ForkServer("user:preload", arguments=(path,))
+    done = await server.start("timeit", "-n", "1", "pass", env=os.environ)
+    assert await done.wait() == 0
+    for _ in range(2 if is_closed else 0):
+        server.close()
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2] == "closed"))
+"""
 
 
 @pytest.fixture
@@ -51,4 +72,20 @@ async def test_numpy_starts_no_threads_before_a_fork(
     server = ForkServer("numpy:array", tmp_path / "log", arguments=("1",))
     done = await server.start("timeit", "-n", "1", "pass", env=os.environ)
     assert await done.wait() == 0
+    server.close()
+
+
+@pytest.mark.parametrize("end", ["closed", "left"])
+async def test_a_forked_process_forks_from_what_its_own_server_has_imported(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ForkServer("importlib:import_module", tmp_path / "log", arguments=("tabnanny",))
+    user = await server.start("user", str(tmp_path / "said"), end, env=os.environ)
+    assert await user.wait() == 0, (tmp_path / "log").read_text()
+    has_imported, pid = (tmp_path / "said").read_text().split()
+    assert has_imported == "True"
+    # It ends with its user.
+    await wait_until(lambda: not Path("/proc", pid).exists())
     server.close()

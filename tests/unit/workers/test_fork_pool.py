@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import TYPE_CHECKING
 
+from pdserve.errors import Unavailable
 from pdserve.process.forkserver import ForkServer
+from tests.support.timeouts import WAIT_S
 from workers.vllm.fork_pool import ForkPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import pytest
+
+# Replies with the process id of its template.
+FORK = """
+import argparse, os
+from pdserve.process.child_pool import calls, connected, reply
+_, sock = connected(argparse.ArgumentParser())
+next(calls(sock))
+reply(sock, b"%d" % os.getppid())
+"""
 
 
 class SlowFork:
@@ -55,4 +69,24 @@ async def test_inputs_whose_clients_leave_do_not_pile_up_at_a_template_that_load
     await asyncio.wait((*runs, *late))
     assert all(run.cancelled() for run in (*runs, *late))
     assert all(fork.is_killed for fork in started)
+    pool.close()
+
+
+async def test_a_template_that_was_killed_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "replies.py").write_text(FORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = ForkPool("pathlib:Path", "replies", b"", at_once=2, timeout_s=WAIT_S, task="read it")
+    killed = int(await pool.run(b"x"))
+    assert int(await pool.run(b"x")) == killed
+    os.kill(killed, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                template = int(await pool.run(b"x"))
+            except Unavailable:  # by the killed one
+                continue
+            if template != killed:
+                break
     pool.close()
