@@ -34,6 +34,7 @@ from router.virtual.chooser import open_chooser
 if TYPE_CHECKING:
     from pdserve.config import RouterConfig
     from router.api.open import GrpcEndpoint, HttpEndpoint
+    from router.control.weights import WeightUpdates
     from router.fleet.link_pool import LinkPool
     from router.fleet.registry import Fleet
     from router.metrics import RouterMetrics
@@ -75,6 +76,7 @@ class RouterServer:
         self.fleet: Fleet
         self.link_pool: LinkPool
         self.requests: RequestPath
+        self.weights: WeightUpdates
         self.metrics: RouterMetrics
 
     async def start(self) -> RouterAddresses:
@@ -115,7 +117,7 @@ class RouterServer:
         self._grpc = grpc = await enter(open_grpc(config, path, control, shared))
         self._http = http = await enter(open_http(config, path, control, shared, store))
         self.fleet, self.link_pool = workers.fleet, workers.link_pool
-        self.metrics, self.requests = metrics, path
+        self.metrics, self.requests, self.weights = metrics, path, control.weights
         self.live = LiveConfig(config, path, shared, grpc.guard, http.browsers)
         return RouterAddresses(http=http.address, grpc=grpc.address)
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kv_transfer.image_features import ImageFeatureSource
     from kv_transfer.protocol.snapshot import KvState
     from pdserve.errors import PdserveError
+    from pdserve.model.weight_deltas import WeightFiles
     from pdserve.types import (
         Adapter,
         EngineLimits,
@@ -275,14 +276,14 @@ class Engine(Protocol):
         """Unload an adapter that no request uses. Ignore an unknown key."""
         ...
 
-    async def check_weights(self, path: str) -> str:
-        """Return the digest of the checkpoint in the directory `path`. Raises InvalidRequest if the
-        engine cannot take its weights."""
+    async def check_weights(self, files: WeightFiles) -> str:
+        """Return the digest of a checkpoint. Raises InvalidRequest if the engine cannot take its
+        weights."""
         ...
 
-    async def update_weights(self, path: str) -> None:
-        """Load the weights in the directory `path`, and forget all cached KV. There are no requests
-        in the engine. After an error its weights are unknown."""
+    async def update_weights(self, files: WeightFiles) -> None:
+        """Load weights, and forget all cached KV. There are no requests in the engine. After an
+        error its weights are unknown."""
         ...
 
     async def close(self) -> None:

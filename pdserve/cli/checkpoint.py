@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve import wire
 from pdserve.cli.options import add_command, add_seconds, add_service_options, channel_to, say
 from pdserve.config import refuse
+from pdserve.errors import InvalidRequest
 from pdserve.types import QuiesceMode
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
@@ -31,12 +34,16 @@ def register(commands: Subparsers) -> None:
         "Load the weights in a directory on all workers of a model, or on none. The directory is "
         "on the workers' machines, below router.weights.directories and "
         "worker.weights_directories. `pause` ends open answers and lets new requests wait until "
-        "`resume`. Without an action, show the served weights.",
+        "`resume`. `delta` writes a small file with the values of DIR that --base does not have, "
+        "for a later update. Without an action, show the served weights.",
     )
-    parser.add_argument(
-        "action", nargs="?", default="show", choices=("show", "update", "pause", "resume")
-    )
-    parser.add_argument("directory", nargs="?", default="", metavar="DIR", help="for `update`")
+    actions = ("show", "update", "pause", "resume", "delta")
+    parser.add_argument("action", nargs="?", default="show", choices=actions)
+    text = "for `update` and `delta`"
+    parser.add_argument("directory", nargs="?", default="", metavar="DIR", help=text)
+    text = "`delta`: checkpoint that workers have, whole or a difference"
+    parser.add_argument("--base", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--output", type=Path, metavar="DIR", help="`delta`: where to write it")
     parser.add_argument("--model", default="", help="the served model, if there are several")
     parser.add_argument("--version", default="", help="name of the weights in receipts")
     text = "what happens to open answers; default: router.weights.mode"
@@ -46,8 +53,10 @@ def register(commands: Subparsers) -> None:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    if (args.action == "update") is not bool(args.directory):
-        refuse("DIR", "is required with update, and with no other action")
+    if (args.action in {"update", "delta"}) is not bool(args.directory):
+        refuse("DIR", "is required with update and delta, and with no other action")
+    if args.action == "delta":
+        return await asyncio.to_thread(_write_delta, args)
     model, mode, timeout_s = args.model, args.mode, args.timeout
     async with channel_to(args) as (channel, metadata):
         stub = AdminStub(channel)
@@ -79,6 +88,26 @@ async def _run(args: argparse.Namespace) -> int:
         return 0
     for line in _lines(status):
         say(line)
+    return 0
+
+
+def _write_delta(args: argparse.Namespace) -> int:
+    if args.base is None or args.output is None:
+        refuse("--base" if args.base is None else "--output", "is required with delta")
+    from pdserve.model.weight_deltas import write_delta
+
+    try:
+        made = write_delta(args.base, Path(args.directory), args.output)
+    except InvalidRequest as error:
+        refuse(error.field or "DIR", error.message)
+    except OSError as error:
+        refuse("--output", str(error))
+    if args.json:
+        say(json.dumps(made._asdict()))
+    else:
+        share, size = made.values / max(made.of, 1), made.size / max(made.whole, 1)
+        text = f"{made.values} values of {made.tensors} tensors changed ({share:.2%})"
+        say(f"{text}; {made.size} bytes, {size:.1%} of the whole")
     return 0
 
 

@@ -144,7 +144,8 @@ class WeightsConfig(Section, frozen=True):
         them is gone."""),
     ] = 60.0
     commit_timeout_s: Annotated[
-        Seconds, about("Seconds for a worker to load weights; then it is left out.")
+        Seconds,
+        about("""Seconds for a worker to check weights, and to load them; then it is left out."""),
     ] = 1800.0
 
 

@@ -24,6 +24,7 @@ class WeightsStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WEIGHTS_STAGE_QUIESCE: _ClassVar[WeightsStage]
     WEIGHTS_STAGE_COMMIT: _ClassVar[WeightsStage]
     WEIGHTS_STAGE_RESUME: _ClassVar[WeightsStage]
+    WEIGHTS_STAGE_HOLD: _ClassVar[WeightsStage]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -35,6 +36,7 @@ WEIGHTS_STAGE_PREPARE: WeightsStage
 WEIGHTS_STAGE_QUIESCE: WeightsStage
 WEIGHTS_STAGE_COMMIT: WeightsStage
 WEIGHTS_STAGE_RESUME: WeightsStage
+WEIGHTS_STAGE_HOLD: WeightsStage
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults", "tokenizer", "cross_encoder", "modalities")

@@ -66,7 +66,10 @@ async def open_control(
             ("health-checks", checks.run),
             ("role-autoscaler", autoscaler.run),
             ("adapter-repair", adapters.repair),
-            ("weights-repair", weights.run),
+            ("weights-repair", weights.repair),
+            # Beside the repairs: each takes as long as its worker loads weights.
+            ("weights-hold", weights.keep_held),
+            ("weights-pause", weights.keep_paused),
         ):
             await stack.enter_async_context(background(name, run))
         yield WorkerControl(

@@ -46,8 +46,7 @@ _PAUSED = "paused"
 PERIOD_S = 0.25
 # Pause of a repair after a failure, which would repeat each period.
 RETRY_S = 10.0
-_PREPARE_S = 60.0
-_RESUME_S = 10.0
+_RESUME_S = _HOLD_S = 10.0
 # In addition to the timeout of the streams, for the blocks of ended requests.
 _QUIESCE_S = 60.0
 _ALL = tuple(Role)
@@ -194,19 +193,33 @@ class WeightUpdates:
         if (change := self._paused(model)) is not None:
             await self._changes.run(self._end(change))
 
-    async def run(self) -> None:
-        """Repair outdated workers, and keep paused ones. Runs until cancelled."""
-        held_at = self._fleet.now()
+    async def hold(self) -> None:
+        """Tell the workers of all changes that this router is there: in each stage some are done
+        before others."""
+        changes = list(self._open.values())
+        await asyncio.gather(*(self._hold_at(m, x) for x in changes for m in x.members))
+
+    async def repair(self) -> None:
+        """Repair outdated workers. Runs until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             now = self._fleet.now()
             self._not_repaired = {x: y for x, y in self._not_repaired.items() if y[0] > now}
             due = [m for m in self._fleet.members.values() if self._is_due(m)]
             await asyncio.gather(*(self._repair(m) for m in due))
-            is_due = now - held_at >= self._config.hold_s / 3
-            held_at = now if is_due else held_at
+
+    async def keep_held(self) -> None:
+        """Call `hold` often enough. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.hold_s / 3)
+            await self.hold()
+
+    async def keep_paused(self) -> None:
+        """Pause workers of paused models that are not. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
             paused = [x for x in self._open.values() if x.phase == _PAUSED]
-            await asyncio.gather(*(self._keep_paused(x, all_of_them=is_due) for x in paused))
+            await asyncio.gather(*(self._keep_paused(x) for x in paused))
 
     async def close(self) -> None:
         """Cancel all changes; their workers resume by themselves."""
@@ -262,16 +275,14 @@ class WeightUpdates:
         finally:
             self._open.pop(change.model, None)
 
-    async def _keep_paused(self, change: _Transaction, *, all_of_them: bool) -> None:
-        """Pause the workers of a paused model that have started since. Renew the hold of all."""
+    async def _keep_paused(self, change: _Transaction) -> None:
+        """Pause workers of a paused model that have started since, or resumed by themselves."""
         change.members = [m for m in change.members if not m.lost]
-        new = [m for m in self._members(change.model) if m.attached and m not in change.members]
-        change.members += new
+        attached = [m for m in self._members(change.model) if m.attached]
+        new = [m for m in attached if m not in change.members or not m.reported.updating]
+        change.members += [m for m in new if m not in change.members]
         with suppress(PdserveError):
-            await succeed(
-                self._quiesce_at(m, change, "keep", 0.0)
-                for m in (change.members if all_of_them else new)
-            )
+            await succeed(self._quiesce_at(m, change, "keep", 0.0) for m in new)
 
     def _is_due(self, member: Member) -> bool:
         """Return True if this router should repair an outdated worker now."""
@@ -305,7 +316,7 @@ class WeightUpdates:
     ) -> ModelWeights:
         request = self._request(change, w.WEIGHTS_STAGE_PREPARE)
         request.weights.CopyFrom(wire.weights_to_pb(weights))
-        reply = await self._call(member, request, _PREPARE_S)
+        reply = await self._call(member, request, self._config.commit_timeout_s)
         return wire.weights_from_pb(reply.weights)
 
     async def _quiesce_at(
@@ -322,6 +333,13 @@ class WeightUpdates:
     async def _resume_at(self, member: Member, change: _Transaction) -> None:
         if not member.lost:
             await self._call(member, self._request(change, w.WEIGHTS_STAGE_RESUME), _RESUME_S)
+
+    async def _hold_at(self, member: Member, change: _Transaction) -> None:
+        if not member.lost:
+            # A worker that is gone shows in the next stage.
+            with suppress(PdserveError):
+                request = self._request(change, w.WEIGHTS_STAGE_HOLD)
+                await self._call(member, request, min(_HOLD_S, self._config.hold_s / 3))
 
     def _request(self, change: _Transaction, stage: w.WeightsStage) -> w.UpdateWeightsRequest:
         return w.UpdateWeightsRequest(

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from pdserve.errors import Unavailable
+from pdserve.model.weight_deltas import find_files, read_weights, write_delta
 from pdserve.model.weights_files import read_checkpoint
 from pdserve.types import FinishReason, QuiesceMode, Role, TokenSpan
 from tests.support.cluster import LONG, PLAIN, PROMPT, Answer, Cluster, Trigger
@@ -27,6 +28,8 @@ from workers.fake.settings import FakeFaults
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
+
+    from pdserve.model.weight_deltas import WeightFiles
 
 
 def checkpoint(directory: Path, seed: int) -> str:
@@ -275,6 +278,60 @@ async def test_workers_resume_by_themselves_when_their_router_is_gone(tmp_path: 
             await updater.commit("gone", 1.0)
         status, _ = await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
         assert status == 200
+
+
+async def test_workers_that_loaded_first_wait_for_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trained(tmp_path, prefill=1, decode=1) as (cluster, _):
+        await post(cluster, "/pause", mode="keep")
+        may_load, decode = asyncio.Event(), cluster.engine("decode-0")
+        load = decode.update_weights
+
+        async def slow(files: WeightFiles) -> None:
+            await may_load.wait()
+            await load(files)
+
+        monkeypatch.setattr(decode, "update_weights", slow)
+        updating = asyncio.create_task(
+            post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
+        )
+        prefill = cluster.workers["prefill-0"].weights
+        await wait_until(lambda: prefill.weights.version == "1")
+        await wait_until(lambda: prefill.resumes_at is not None)
+        before = prefill.resumes_at
+        assert before is not None
+        await cluster.router.weights.hold()
+        assert prefill.resumes_at is not None
+        assert prefill.resumes_at > before
+        # The other one loads, and has no time at which it resumes.
+        assert cluster.workers["decode-0"].weights.resumes_at is None
+        may_load.set()
+        assert (await updating)[0] == 200
+        await post(cluster, "/resume")
+        await cluster.until_ready()
+
+
+async def test_a_difference_is_updated_to_like_a_whole_checkpoint(tmp_path: Path) -> None:
+    async with trained(tmp_path, prefill=1, decode=1) as (cluster, whole):
+        write_delta(tmp_path / "1", tmp_path / "2", tmp_path / "delta")
+        digests = {"1": whole[1]}
+        for version in ("1", "delta"):
+            body = {"weight_dir": str(tmp_path / version), "weight_version": version}
+            assert (await post(cluster, "/update_weights", **body))[0] == 200
+        files = find_files(tmp_path / "delta", field="path")
+        digests["delta"] = read_weights(files, field="path").digest
+        assert_spans(await cluster.ask(PROMPT, PLAIN), digests, cluster)
+        # A worker that starts has the first weights, and joins through the base.
+        await cluster.kill("decode-0")
+        await cluster.add("decode-0", Role.DECODE)
+        await cluster.until_ready()
+        assert_spans(await cluster.ask(PROMPT, PLAIN), digests, cluster)
+        checkpoint(tmp_path / "1", 3)
+        status, said = await post(cluster, "/update_weights", weight_dir=str(tmp_path / "delta"))
+        assert (status, said["error"]["param"]) == (400, "weights.path")
+        assert "it was made for" in said["error"]["message"]
+        assert_spans(await cluster.ask(PROMPT, PLAIN), digests, cluster)
 
 
 async def test_updates_under_load_and_deaths_mix_no_weights(tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
 """Weights that change in place on real vLLM: tokens equal those of engines that started with them,
-nothing of old KV is used, and an answer that is kept continues with the new weights."""
+nothing of old KV is used, and an answer that is kept continues with the new weights. A difference
+back to the first weights gives the first tokens."""
 
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.config import GrpcConfig, HttpConfig, RouterConfig, WeightsConfig
 from pdserve.demo import MODEL_DIR
+from pdserve.model.weight_deltas import write_delta
 from pdserve.net import rpc
 from pdserve.types import SamplingParams
 from pdserve.v1 import admin_pb2 as a
@@ -18,9 +20,6 @@ from pdserve.v1.admin_pb2_grpc import AdminStub
 from tests.support.engines import EngineProcess, settings
 from tests.support.timeouts import START_S
 from tests.support.vllm_cluster import OpenRequest, VllmCluster
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROMPT = list(range(20, 200))
 PLAIN = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
@@ -62,6 +61,7 @@ async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
                 weights_directories=f"[{tmp_path}]",
             )
         await service.until_ready()
+        (first,) = await OpenRequest(service, PROMPT, PLAIN).end()
         kept = OpenRequest(service, PROMPT, PLAIN)
         await kept.until(40)
         async with rpc.open_channel(service.grpc) as channel:
@@ -74,6 +74,13 @@ async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
         old, switched = kept.receipt.spans[:2], kept.receipt.spans[-1]
         assert [x.version for x in old] == ["default", "default"]
         assert switched.version == "step 1"
+        write_delta(new, Path(MODEL_DIR), tmp_path / "back")
+        async with rpc.open_channel(service.grpc) as channel:
+            await AdminStub(channel).UpdateCheckpoint(
+                a.UpdateCheckpointRequest(path=str(tmp_path / "back")), timeout=START_S
+            )
+        (back,) = await OpenRequest(service, PROMPT, PLAIN).end()
+        assert back.token_ids == first.token_ids
     oracle = await EngineProcess.start(settings(new, max_num_batched_tokens=256))
     try:
         assert whole.token_ids == (await oracle.run(PROMPT, PLAIN)).token_ids
@@ -82,4 +89,5 @@ async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
         assert mixed.token_ids == (*before, *after.token_ids)
     finally:
         await oracle.close()
+    assert whole.token_ids != first.token_ids
     assert 40 <= len(before) < PLAIN.max_tokens

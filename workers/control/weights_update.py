@@ -15,16 +15,19 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.config import UNPIN_S
 from pdserve.errors import AnswerAborted, InvalidRequest, Unavailable, WeightsChanging
+from pdserve.model.weight_deltas import find_files
 from pdserve.security.directories import resolved_within
 from pdserve.types import QuiesceMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pdserve.model.weight_deltas import WeightFiles
     from pdserve.types import ModelWeights
     from workers.control.worker_intake import WorkerIntake
     from workers.engine import Engine
@@ -39,11 +42,11 @@ _FIELD = "weights.path"
 
 @dataclass(slots=True)
 class _Change:
-    """A change of the weights. `prepared`: the new weights, once checked."""
+    """A change of the weights. `prepared`: the new weights and their files, once checked."""
 
     transaction: str
     owner: str
-    prepared: ModelWeights | None = None
+    prepared: tuple[ModelWeights, WeightFiles] | None = None
     is_quiesced: bool = False
     is_committed: bool = False
     ends_by_itself: asyncio.TimerHandle | None = None
@@ -79,6 +82,12 @@ class WeightsUpdater:
         """The weights in the engine."""
         return self._intake.weights
 
+    @property
+    def resumes_at(self) -> float | None:
+        """The loop's time at which this worker resumes by itself; None if it will not."""
+        timer = self._change and self._change.ends_by_itself
+        return timer.when() if timer else None
+
     async def prepare(
         self, transaction: str, owner: str, hold_s: float, weights: ModelWeights
     ) -> ModelWeights:
@@ -92,18 +101,27 @@ class WeightsUpdater:
                 if not change.is_quiesced:
                     await self._end(change)
                 raise
-            return change.prepared
+            return change.prepared[0]
 
-    async def _checked(self, weights: ModelWeights) -> ModelWeights:
+    async def _checked(self, weights: ModelWeights) -> tuple[ModelWeights, WeightFiles]:
         path = await asyncio.to_thread(resolved_within, self._allowed, weights.path)
         if path is None:
             text = f"{weights.path!r} is not below an allowed directory, or its files are not"
             raise InvalidRequest(text, field=_FIELD)
-        digest = await self._engine.check_weights(str(path))
+        files = await asyncio.to_thread(find_files, path, self._allowed_base, field=_FIELD)
+        digest = await self._engine.check_weights(files)
         if weights.digest and weights.digest != digest:
             text = f"the files in {path} are not those of other workers ({weights.digest})"
             raise InvalidRequest(text, field=_FIELD)
-        return replace(weights, path=str(path), digest=digest)
+        return replace(weights, path=str(path), digest=digest), files
+
+    def _allowed_base(self, directory: Path) -> Path | None:
+        """Return the resolved directory of a difference's base, if it is below an allowed one, or
+        has the weights of the start."""
+        start = Path(self._routers.info.model.path).resolve()
+        if directory.resolve() == start:
+            return start
+        return resolved_within(self._allowed, str(directory))
 
     async def quiesce(
         self, transaction: str, owner: str, hold_s: float, mode: QuiesceMode, timeout_s: float
@@ -137,17 +155,18 @@ class WeightsUpdater:
             if change.prepared is None or not change.is_quiesced:
                 raise Unavailable(f"this worker is {change.stage}: prepare and quiesce it first")
             self._hold(change, None)
+            weights, files = change.prepared
             try:
-                await self._engine.update_weights(change.prepared.path)
+                await self._engine.update_weights(files)
             except BaseException as error:
                 logger.exception("the weights could not be loaded")
                 self._service.fail(error)
                 raise
-            self._intake.weights, change.is_committed = change.prepared, True
+            self._intake.weights, change.is_committed = weights, True
             self._hold(change, hold_s)
             await self._routers.announce()
-            logger.info("this worker has the weights %s", change.prepared.version)
-            return change.prepared
+            logger.info("this worker has the weights %s", weights.version)
+            return weights
 
     async def resume(self, transaction: str) -> ModelWeights:
         """Accept requests again. Does nothing if the change has ended."""
@@ -155,6 +174,16 @@ class WeightsUpdater:
             if (change := self._change) is not None and change.transaction == transaction:
                 await self._end(change)
             return self._intake.weights
+
+    def hold(self, transaction: str, hold_s: float) -> ModelWeights:
+        """Wait another `hold_s`, and no less than before. Does nothing if the change has ended."""
+        change = self._change
+        if change is not None and change.transaction == transaction:
+            # Not during a commit, which has no end of its own; nor under the lock of a stage.
+            timer, due = change.ends_by_itself, asyncio.get_running_loop().time() + hold_s
+            if timer is not None and timer.when() < due:
+                self._hold(change, hold_s)
+        return self._intake.weights
 
     def close(self) -> None:
         """Stop the timer of a change. Idempotent."""

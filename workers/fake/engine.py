@@ -17,7 +17,6 @@ import os
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -32,7 +31,7 @@ from pdserve.errors import (
     TransferFailed,
     WorkerFailed,
 )
-from pdserve.model.weights_files import read_checkpoint
+from pdserve.model.weight_deltas import read_weights
 from pdserve.types import (
     EngineLimits,
     FinishReason,
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from kv_transfer.settings import ConnectorConfig
+    from pdserve.model.weight_deltas import WeightFiles
     from pdserve.types import Adapter, ModelInfo
     from pdserve.v1 import worker_pb2 as w
     from workers.engine import Work
@@ -236,14 +236,14 @@ class FakeEngine:
     async def unload_adapter(self, key: str) -> None:
         """An adapter is only a seed of its tokens: nothing is loaded."""
 
-    async def check_weights(self, path: str) -> str:
-        found = await asyncio.to_thread(read_checkpoint, Path(path), field="weights.path")
+    async def check_weights(self, files: WeightFiles) -> str:
+        found = await asyncio.to_thread(read_weights, files, field="weights.path")
         return found.digest
 
-    async def update_weights(self, path: str) -> None:
+    async def update_weights(self, files: WeightFiles) -> None:
         if self.faults.fail_weights:
             raise WorkerFailed("a scripted fault failed the update")
-        self._weights = await self.check_weights(path)
+        self._weights = await self.check_weights(files)
         if self._cache is not None:
             self._cache.clear()
 

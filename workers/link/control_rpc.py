@@ -132,6 +132,8 @@ class ControlServicer(WorkerServicer):
                     weights = await updater.commit(request.transaction, request.hold_s)
                 case w.WEIGHTS_STAGE_RESUME:
                     weights = await updater.resume(request.transaction)
+                case w.WEIGHTS_STAGE_HOLD:
+                    weights = updater.hold(request.transaction, request.hold_s)
                 case _:
                     raise InvalidRequest("stage is missing", field="stage")
         return w.UpdateWeightsResponse(weights=wire.weights_to_pb(weights), ended_streams=ended)

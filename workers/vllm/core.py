@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.protocol.snapshot import KvSnapshot
     from kv_transfer.vllm.step import Arrival
+    from pdserve.model.weight_deltas import WeightFiles
     from pdserve.observe.step_costs import StepRecorder
     from workers.engine import CacheChange, EngineInfo
     from workers.metering.worker_account import BusyTime
@@ -116,12 +117,11 @@ class VllmCore:
         received: Sequence[Arrival] = source.take_received()
         return received
 
-    def update_weights(self, path: str) -> None:
-        """Load the weights in the directory `path`, and forget all KV. The engine has no requests.
-        Raises RuntimeError."""
+    def update_weights(self, files: WeightFiles) -> None:
+        """Load weights, and forget all KV. The engine has no requests. Raises RuntimeError."""
         opened = self._opened
         self.steps.pause()
-        if failed := [x for x in opened.executor.collective_rpc(reload_in, args=(path,)) if x]:
+        if failed := [x for x in opened.executor.collective_rpc(reload_in, args=(files,)) if x]:
             raise RuntimeError(failed[0])
         if not opened.engine.reset_prefix_cache():
             raise RuntimeError("blocks of the prefix cache are in use")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.protocol.snapshot import KvState
 from pdserve.errors import InternalError, PdserveError, Unavailable, WorkerFailed
+from pdserve.model.weight_deltas import read_weights
 from pdserve.model.weights_files import check_same_shapes, read_checkpoint
 from pdserve.types import KvLedger
 from workers.engine import StepResult, StepResults, check_render, ended_by, ignore_progress
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_transfer.protocol.snapshot import KvSnapshot
+    from pdserve.model.weight_deltas import WeightFiles
     from pdserve.types import Adapter, StreamDelta, StructuredOutput, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
     from workers.engine import EngineInfo, Work
@@ -149,11 +151,11 @@ class VllmEngine:
     async def unload_adapter(self, key: str) -> None:
         await self._do(lambda core: core.adapters.unload(key))
 
-    async def check_weights(self, path: str) -> str:
-        return await asyncio.to_thread(_digest_of_same, path, self._settings.model_path)
+    async def check_weights(self, files: WeightFiles) -> str:
+        return await asyncio.to_thread(_digest_of_same, files, self._settings.model_path)
 
-    async def update_weights(self, path: str) -> None:
-        await self._do(lambda core: core.update_weights(path), _WEIGHTS_TIMEOUT_S)
+    async def update_weights(self, files: WeightFiles) -> None:
+        await self._do(lambda core: core.update_weights(files), _WEIGHTS_TIMEOUT_S)
 
     async def _do(
         self, action: Callable[[VllmCore], None], timeout_s: float = _ADAPTER_TIMEOUT_S
@@ -304,9 +306,9 @@ class VllmEngine:
             _log.debug("the event loop ended before the engine")
 
 
-def _digest_of_same(path: str, served: str) -> str:
-    """Return the digest of the checkpoint in `path`. Raises InvalidRequest unless it has the
-    tensors of the one in `served`."""
-    new = read_checkpoint(Path(path), field="weights.path")
+def _digest_of_same(files: WeightFiles, served: str) -> str:
+    """Return the digest of a checkpoint. Raises InvalidRequest unless it has the tensors of the one
+    in `served`."""
+    new = read_weights(files, field="weights.path")
     check_same_shapes(new, read_checkpoint(Path(served), field="model"), field="weights.path")
     return new.digest
