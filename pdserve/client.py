@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     )
 
     from pdserve.errors import PdserveError
-    from pdserve.types import FinishReason, PositionLogprobs, Receipt, Usage
+    from pdserve.types import FinishReason, PositionLogprobs, Receipt, RoutedExperts, Usage
 
 __all__ = [
     "ChatMessage",
@@ -103,6 +103,7 @@ class Delta:
     receipt: Receipt | None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,5 +423,10 @@ def _delta(message: g.GenerateResponse) -> Delta:
         reasoning=message.reasoning,
         tool_calls=tuple(
             ToolCallDelta(x.index, x.id, x.name, x.arguments) for x in message.tool_calls
+        ),
+        routed_experts=(
+            wire.experts_from_pb(message.routed_experts)
+            if message.HasField("routed_experts")
+            else None
         ),
     )

@@ -98,6 +98,7 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         for value, (name, low, high) in zip(_RANGED(self), RANGES, strict=True):
@@ -116,6 +117,9 @@ class SamplingParams:
             _refuse("stop", f"has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
         if self.logit_bias and any(not -100 <= x <= 100 for x in self.logit_bias.values()):
             _refuse("logit_bias", "values must be between -100 and 100")
+        if self.routed_experts and self.n > MAX_ANSWERS_WITH_EXPERTS:
+            most = MAX_ANSWERS_WITH_EXPERTS
+            _refuse("n", f"must be at most {most} with routed_experts, not {self.n}")
         if self.n > 1 and self._has_seed and not 0 <= (self.seed or 0) <= MAX_SEED - self.n:
             _refuse("seed", f"must be between 0 and {MAX_SEED - self.n} where n is {self.n}")
 
@@ -141,6 +145,7 @@ class SamplingParams:
 
 
 MAX_STOP_STRINGS = 16
+MAX_ANSWERS_WITH_EXPERTS = 16  # a router keeps the experts of each until it ends
 MODALITIES = ("image",)
 MAX_MEDIA_HASH = 128  # characters
 MAX_MEDIA_METADATA = 2048  # bytes of one item
@@ -181,6 +186,17 @@ class PositionLogprobs:
 
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts of successive tokens of a mixture-of-experts model: for each token and layer the
+    ids of `per_token` experts, each of `id_bytes` bytes, little-endian."""
+
+    layers: int
+    per_token: int
+    id_bytes: int
+    ids: bytes = field(default=b"", repr=False)
 
 
 @dataclass(slots=True)
@@ -232,7 +248,9 @@ class StreamDelta:
     """The output of one engine step for one request. `prompt_logprobs`, if requested, are in the
     first delta of a prefill. The last delta has a finish reason and a report. That of an exported
     stream also has the number of output tokens (`exported_tokens`). A pooling request has a single
-    delta, with the `embedding` (float32, little-endian)."""
+    delta, with the `embedding` (float32, little-endian). `routed_experts`, if requested,
+    are those of the token before each of `token_ids`, and with the first token of an answer those
+    of its whole prompt."""
 
     stream_id: int
     token_ids: tuple[int, ...] = ()
@@ -245,6 +263,7 @@ class StreamDelta:
     exported_tokens: int = 0
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     embedding: bytes = field(default=b"", repr=False)
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

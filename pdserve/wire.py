@@ -196,10 +196,12 @@ _REPORT = _codec(
     transfer=_TRANSFER,
     energy_j=_FLOAT,
 )
+experts_to_pb, experts_from_pb = _EXPERTS = _codec(t.RoutedExperts, c.RoutedExperts)
 delta_to_pb, _delta_from_pb = _codec(
     t.StreamDelta,
     w.StreamDelta,
-    optional=("report", "error"),
+    optional=("report", "error", "routed_experts"),
+    routed_experts=_EXPERTS,
     token_ids=_TUPLE,
     logprobs=(logprobs_to_pb, logprobs_from_pb),
     prompt_logprobs=(logprobs_to_pb, logprobs_from_pb),
@@ -255,13 +257,15 @@ def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
     logprobs = logprobs_from_pb(message.logprobs)
     delta = t.StreamDelta(message.stream_id, tuple(message.token_ids), message.text, logprobs)
     delta.prompt_logprobs = logprobs_from_pb(message.prompt_logprobs)
+    if message.HasField("routed_experts"):
+        delta.routed_experts = experts_from_pb(message.routed_experts)
     return delta
 
 
 def is_plain(delta: t.StreamDelta) -> bool:
     """Return True if the delta is one token of a stream that continues: the common case."""
-    has_logprobs = delta.logprobs or delta.prompt_logprobs
-    return delta.finish_reason is None and len(delta.token_ids) == 1 and not has_logprobs
+    has_more = delta.logprobs or delta.prompt_logprobs or delta.routed_experts
+    return delta.finish_reason is None and len(delta.token_ids) == 1 and not has_more
 
 
 def plain_to_pb(rows: list[tuple[int, int, str]]) -> w.PlainTokens:

@@ -147,6 +147,13 @@ class Work:
         is_new = not self.resume_token_ids and not isinstance(self.phase, DecodePhase)
         return self.sampling.prompt_logprobs if is_new else None
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """True if the experts of all prompt tokens are wanted. An engine knows those that it
+        computes, so it must not use cached KV."""
+        is_new = not self.resume_token_ids and not isinstance(self.phase, DecodePhase)
+        return self.sampling.routed_experts and is_new
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:

@@ -240,6 +240,8 @@ def response_of(request_id: str, delta: AnswerDelta, model: str = "") -> g.Gener
         response.logprobs.extend(wire.logprobs_to_pb(delta.logprobs))
     if delta.prompt_logprobs:
         response.prompt_logprobs.extend(wire.logprobs_to_pb(delta.prompt_logprobs))
+    if delta.routed_experts is not None:
+        response.routed_experts.CopyFrom(wire.experts_to_pb(delta.routed_experts))
     if delta.finish_reason is not None:
         response.finish_reason = wire.finish_to_pb(delta.finish_reason)
     reason = wire.stop_reason_to_pb(delta.stop_reason)

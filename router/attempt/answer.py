@@ -22,7 +22,8 @@ def deadline_passed(tokens: int) -> DeadlineExceeded:
 class AnswerDelta(Struct):
     """A piece of an answer.
 
-    The first delta has `prompt_logprobs` if the request wants them and is not resumed. The last
+    The first delta has `prompt_logprobs` if the request wants them and is not resumed.
+    `routed_experts`: as in StreamDelta. The last
     delta of each `index` has a finish reason; the last delta of the request also has usage and
     receipt.
     """
@@ -36,6 +37,7 @@ class AnswerDelta(Struct):
     receipt: t.Receipt | None = None
     index: int = 0
     prompt_logprobs: tuple[t.PositionLogprobs, ...] = ()
+    routed_experts: t.RoutedExperts | None = None
 
 
 class ParsedDelta(AnswerDelta):

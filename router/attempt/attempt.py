@@ -255,6 +255,7 @@ class Attempt:
                     out = AnswerDelta(action.token_ids, action.text, action.logprobs)
                     out.index = self._answer.index
                     out.prompt_logprobs = action.prompt_logprobs
+                    out.routed_experts = action.routed_experts
                     self._write(out)
                 case Finished(delta):
                     self._note_first_token(delta)

@@ -159,7 +159,7 @@ def _error_of(error: grpc.aio.AioRpcError, region: str) -> PdserveError:
 
 def delta_from_pb(message: g.GenerateResponse) -> AnswerDelta:
     """Return the delta in a message without reasoning and tool calls, which are parsed later."""
-    return AnswerDelta(
+    delta = AnswerDelta(
         tuple(message.token_ids),
         message.text,
         wire.logprobs_from_pb(message.logprobs),
@@ -170,3 +170,6 @@ def delta_from_pb(message: g.GenerateResponse) -> AnswerDelta:
         message.index,
         wire.logprobs_from_pb(message.prompt_logprobs),
     )
+    if message.HasField("routed_experts"):
+        delta.routed_experts = wire.experts_from_pb(message.routed_experts)
+    return delta

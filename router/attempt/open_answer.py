@@ -57,6 +57,7 @@ class OpenAnswer:
         last = AnswerDelta(delta.token_ids, delta.text, delta.logprobs)
         last.finish_reason, last.stop_reason = end.reason, delta.stop_reason
         last.index, last.prompt_logprobs = answer.index, delta.prompt_logprobs
+        last.routed_experts = delta.routed_experts
         return last
 
     def demand_now(self) -> Demand:

@@ -4,8 +4,11 @@ rollouts (vllm/entrypoints/scale_out/token_in_token_out/protocol.py, 0.32)."""
 from __future__ import annotations
 
 import time
+from base64 import b64encode
+from io import BytesIO
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from pdserve.errors import InternalError
@@ -32,7 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.errors import PdserveError
-    from pdserve.types import GenerateRequest, PositionLogprobs, TokenLogprob, TokenSpan
+    from pdserve.types import (
+        GenerateRequest,
+        PositionLogprobs,
+        RoutedExperts,
+        TokenLogprob,
+        TokenSpan,
+    )
     from router.attempt.answer import AnswerDelta
     from router.dialects.fields import Writer
     from router.dialects.parsed_request import ParsedRequest
@@ -56,6 +65,7 @@ KNOWN_OF_SAMPLING: dict[str, Known] = {
     "flat_logprobs": Known((False,)),
     "output_kind": Known((0, 1, 2)),
     "prompt_logprobs": _NULL,
+    "routed_experts_prompt_start": Known((0,)),
     "skip_clone": Known((True, False)),
     "skip_reading_prefix_cache": Known((False,)),
     "spaces_between_special_tokens": Known((True,)),
@@ -74,10 +84,14 @@ class TokenSampling(OpenAiBody, kw_only=True):
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128, description="Number of answers.")] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    routed_experts: Annotated[
+        bool | None,
+        Meta(description="Return the experts that computed each token. See docs/weights.md."),
+    ] = None
 
     def request_for(self, token_ids: tuple[int, ...]) -> ParsedRequest:
         own = {"prompt_field": "token_ids", "default_tokens": DEFAULT_MAX_TOKENS}
-        form, given = (None, "sampling_params"), self.given("n", "logprobs")
+        form, given = (None, "sampling_params"), self.given("n", "logprobs", "routed_experts")
         return self._request(token_ids, self.max_tokens, form, given, own)
 
 
@@ -153,6 +167,7 @@ class TokenChoice(Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     weight_versions: list[VersionSpan] | None = None
+    routed_experts: str | UnsetType = UNSET
 
 
 class TokenResponse(Struct, kw_only=True):
@@ -178,12 +193,13 @@ class _Form(Struct, frozen=True):
 
 
 class TokenWriter:
-    """Encodes an answer, streamed or whole. State: the choices so far, by index; `_sent`: a chunk
-    was sent."""
+    """Encodes an answer, streamed or whole. State: the choices so far, by index, and their experts;
+    `_sent`: a chunk was sent."""
 
     def __init__(self, form: _Form) -> None:
         self._form, self._created = form, int(time.time())
         self._choices: dict[int, TokenChoice] = {}
+        self._experts: dict[int, list[RoutedExperts]] = {}
         self._last: AnswerDelta | None = None
         self._sent = False
 
@@ -196,6 +212,8 @@ class TokenWriter:
             return b""
         choice = self._choice(delta)
         choice.weight_versions = whole.weight_versions
+        if delta.finish_reason is not None:
+            choice.routed_experts = whole.routed_experts
         # The versions of all answers are known with the receipt, in the very last delta.
         others = [
             TokenChoice(index=x.index, token_ids=[], weight_versions=x.weight_versions)
@@ -221,11 +239,16 @@ class TokenWriter:
     def _add(self, delta: AnswerDelta) -> TokenChoice:
         """Add a delta to its answer, which for a stream has only the number of its tokens."""
         new, whole = self._choice(delta), self._choices.get(delta.index)
+        if delta.routed_experts is not None:
+            self._experts.setdefault(delta.index, []).append(delta.routed_experts)
+        if delta.finish_reason is not None and (experts := self._experts.pop(delta.index, None)):
+            new.routed_experts = _npy(experts)
         if whole is None:
             self._choices[delta.index] = new
             return new
         whole.token_ids += new.token_ids
         whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+        whole.routed_experts = new.routed_experts
         if not self._form.is_streamed:
             if whole.text is not UNSET and new.text is not UNSET:
                 whole.text += new.text
@@ -268,6 +291,22 @@ class TokenWriter:
         if delta.receipt is not None:
             response.pdserve = Extension(delta.receipt)
         return response
+
+
+def _npy(parts: Sequence[RoutedExperts]) -> str:
+    """Return the experts of an answer's tokens as a NumPy file in base64, as vLLM does: an array of
+    shape (tokens, layers, experts). Raises InternalError if they do not fit together."""
+    first = parts[0]
+    shape = first.layers, first.per_token
+    size, ids = first.layers * first.per_token * first.id_bytes, b"".join(x.ids for x in parts)
+    kind = {1: "|u1", 2: "<u2"}.get(first.id_bytes)
+    alike = all((x.layers, x.per_token, x.id_bytes) == (*shape, first.id_bytes) for x in parts)
+    if kind is None or not size or not alike or len(ids) % size:
+        raise InternalError("workers sent routed experts of different shapes")
+    array = np.frombuffer(ids, kind).reshape(-1, *shape)
+    file = BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return b64encode(file.getbuffer()).decode()
 
 
 def _logprobs(positions: Sequence[PositionLogprobs]) -> LogprobsBody:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, structs
 
-from pdserve.errors import DeadlineExceeded, PdserveError
+from pdserve.errors import DeadlineExceeded, InvalidRequest, PdserveError
 from pdserve.types import FinishReason
 from router.attempt.answer import AnswerDelta, ParsedDelta, pieces
 from router.guardrails.guard import GuardedText, GuardPlace, GuardVerdict, Subject
@@ -34,7 +34,7 @@ _SENTENCE_END = re.compile(r"[.!?。！？]+[\"')\]]*\s|\n")
 
 
 class GuardStep:
-    """Raises Unavailable if a guard fails closed."""
+    """Raises Unavailable if a guard fails closed, and InvalidRequest for routed experts."""
 
     def __init__(self, guards: Guards) -> None:
         self._guards = guards
@@ -46,6 +46,9 @@ class GuardStep:
         # The router that the client called checks what it forwards.
         if request.from_region or not guards:
             return await proceed(walk)
+        if request.sampling.routed_experts:  # they would tell of tokens that are held or redacted
+            text = "'routed_experts' cannot be combined with a guard that checks answers"
+            raise InvalidRequest(text, field="routed_experts")
         answers = _GuardedAnswers(walk, guards)
         try:
             done = await proceed(structs.replace(walk, out=answers))

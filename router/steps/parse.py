@@ -188,6 +188,7 @@ class _ParsedAnswer:
             of_content.logprobs = tuple(known[x] for x in found.content_tokens if x < len(known))
         last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
         last.usage, last.receipt = delta.usage, delta.receipt
+        last.routed_experts = delta.routed_experts
         if delta.finish_reason is not None:
             self._reasoning_tokens += found.reasoning_tokens
             self._unfinished -= 1

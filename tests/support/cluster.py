@@ -57,6 +57,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     receipt: Receipt | None = None
+    experts: bytes = b""
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -190,6 +191,8 @@ class Cluster:
                 answer.text += delta.text
                 answer.finish_reason = delta.finish_reason
                 answer.usage, answer.receipt = delta.usage, delta.receipt
+                if delta.routed_experts is not None:
+                    answer.experts += delta.routed_experts.ids
                 on_token(answer)
         return answer
 

@@ -90,6 +90,10 @@ class EngineAnswer:
         return tuple(position for delta in self.deltas for position in delta.logprobs)
 
     @property
+    def experts(self) -> bytes:
+        return b"".join(x.routed_experts.ids for x in self.deltas if x.routed_experts is not None)
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         return self.deltas[-1].finish_reason if self.deltas else None
 

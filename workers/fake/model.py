@@ -11,7 +11,7 @@ import hashlib
 import struct
 from typing import TYPE_CHECKING
 
-from pdserve.types import PositionLogprobs, TokenLogprob
+from pdserve.types import PositionLogprobs, RoutedExperts, TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -84,6 +84,12 @@ def prompt_logprobs_of(token_ids: Sequence[int], alternatives: int) -> tuple[Pos
     """Return the logprobs of a prompt; its first token has none."""
     first = TokenLogprob(token_ids[0], text_of(token_ids[0]), 0.0, 0)
     return PositionLogprobs(first), *(logprobs_of(x, alternatives) for x in token_ids[1:])
+
+
+def experts_of(token_ids: Sequence[int]) -> RoutedExperts:
+    """Return the experts of tokens: two in each of two layers, which depend on the token alone."""
+    ids = (bytes((x % 5, x % 7, x % 11, x % 13)) for x in token_ids)
+    return RoutedExperts(layers=2, per_token=2, id_bytes=1, ids=b"".join(ids))
 
 
 class Text:

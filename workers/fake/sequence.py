@@ -94,6 +94,10 @@ class Sequence:
         delta = StreamDelta(stream_id, (token,), logprobs=logprobs, stop_reason=stop)
         if is_first and (count := self.work.prompt_logprobs) is not None:
             delta.prompt_logprobs = model.prompt_logprobs_of(self.work.prompt_token_ids, count)
+        if sampling.routed_experts:
+            before = (*self.work.prompt_token_ids, *self.generated[:-1])
+            is_whole = is_first and self.work.needs_whole_prompt
+            delta.routed_experts = model.experts_of(before if is_whole else before[-1:])
         if stop is not None or is_eos:
             return self.end(delta, FinishReason.STOP, now)
         is_full = len(self.generated) >= sampling.max_tokens

@@ -39,6 +39,7 @@ from workers.vllm.start.args import (
     warn_of_cut_context,
 )
 from workers.vllm.start.tokenizer_files import path_for_router
+from workers.vllm.step import routed_experts
 from workers.vllm.step.scheduler_view import SchedulerView, view_of
 from workers.vllm.step.totals import EngineTotals
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from pdserve.types import RoutedExperts
     from workers.vllm.start.settings import VllmSettings
 
 
@@ -65,6 +67,7 @@ class OpenedEngine:
     - `totals`: vLLM's counters since the start
     - `pickled_config`: the configuration, as vLLM gives it to processes
     - `set_for_model`: settings that the model required, each with the reason
+    - `experts`: the shape of a token's experts, if requests can have them
     """
 
     engine: LLMEngine
@@ -78,6 +81,7 @@ class OpenedEngine:
     totals: EngineTotals
     pickled_config: bytes
     set_for_model: Mapping[str, str]
+    experts: RoutedExperts | None
 
 
 def open_engine(settings: VllmSettings, wake: Callable[[], None], stack: ExitStack) -> OpenedEngine:
@@ -111,6 +115,10 @@ def open_engine(settings: VllmSettings, wake: Callable[[], None], stack: ExitSta
     if current_platform.is_cpu():
         _mend(config, executor)
     is_here = has_kv and has_kv_transfer_group()
+    experts = None
+    if settings.engine_args.get(routed_experts.ARGUMENT):
+        routed_experts.ExpertsByRequest(core.scheduler)
+        experts = executor.collective_rpc(routed_experts.capture_in)[0]
     return OpenedEngine(
         engine=engine,
         group=group,
@@ -123,6 +131,7 @@ def open_engine(settings: VllmSettings, wake: Callable[[], None], stack: ExitSta
         totals=totals,
         pickled_config=pickled_config,
         set_for_model=set_for_model,
+        experts=experts,
     )
 
 
@@ -173,9 +182,12 @@ def describe(opened: OpenedEngine, settings: VllmSettings, directory: Path) -> E
         ),
         kv=_kv_endpoint(opened),
         settings=settings_in_effect(config) | for_model,
-        unsupported_fields=unsupported_fields(
-            speculates=config.speculative_config is not None,
-            is_runner_v1_on_gpu=not (is_cpu or config.use_v2_model_runner),
+        unsupported_fields=(
+            *unsupported_fields(
+                speculates=config.speculative_config is not None,
+                is_runner_v1_on_gpu=not (is_cpu or config.use_v2_model_runner),
+            ),
+            *(("routed_experts",) if opened.experts is None else ()),
         ),
         device="cpu" if is_cpu else current_platform.get_device_name(),
         gpus=0 if is_cpu else config.parallel_config.world_size,

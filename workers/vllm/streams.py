@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from kv_transfer.vllm.connector import start_arrived
 from pdserve.errors import (
+    InternalError,
     InvalidRequest,
     PdserveError,
     TransferFailed,
@@ -39,6 +40,7 @@ from workers.vllm.patches.reasoning import set_gate
 from workers.vllm.step import sampling
 from workers.vllm.step.kv_params import connector_params
 from workers.vllm.step.pooling import pooling_params
+from workers.vllm.step.routed_experts import MAX_BYTES, joined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +90,7 @@ class EngineStreams:
         self._continuations = opened.continuations
         self._world_size = opened.engine.vllm_config.parallel_config.world_size
         self._encodes = opened.encodes
-        self._info = info
+        self._info, self._experts = info, opened.experts
         self._adapters, self._retention, self._busy = adapters, retention, busy
         self._streams: dict[int, _EngineRequest] = {}
         self._held: dict[int, str] = {}  # stream id → vLLM's id
@@ -103,6 +105,7 @@ class EngineStreams:
         try:
             has_kv, unsupported = self._connector is not None, self._info.unsupported_fields
             check_work(work, self._info.model, unsupported, has_kv=has_kv)
+            self._check_experts(work)
             if isinstance(work.phase, EncodePhase) is not self._encodes:
                 raise InvalidRequest("this engine has another part of the model", field="phase")
             adapter = self._adapters.request_of(work.adapter)
@@ -133,6 +136,16 @@ class EngineStreams:
         if stopped := sampling.feed(state, work.resume_token_ids):
             return [self._end_at_seam(stream, stopped)]
         return []
+
+    def _check_experts(self, work: Work) -> None:
+        """Raise InvalidRequest if the experts of all tokens exceed a message."""
+        if self._experts is None or not work.sampling.routed_experts:
+            return
+        shape, tokens = self._experts, len(work.prompt_token_ids) + work.sampling.max_tokens
+        size = shape.layers * shape.per_token * shape.id_bytes
+        if tokens * size > MAX_BYTES:
+            text = f"prompt and max_tokens have {tokens} tokens; with the experts of each they may "
+            raise InvalidRequest(f"{text}have {MAX_BYTES // size}", field="routed_experts")
 
     def _params(self, work: Work) -> PoolingParams | SamplingParams:
         """Return vLLM's parameters of `work`. Raises InvalidRequest."""
@@ -219,7 +232,15 @@ class EngineStreams:
         if isinstance(stream.work.phase, EncodePhase):
             return self._encoded(stream, failed=output.outputs[0].finish_reason == "error")
         work, made = stream.work, output.outputs[0]
-        text, finish, error, report = made.text, None, None, None
+        experts, parts = None, stream.state.routed_experts_chunks
+        if self._experts is not None and made.token_ids and work.sampling.routed_experts:
+            if not parts:
+                self.cancel(work.stream_id)
+                error = InternalError("the experts of the request's tokens are not known")
+                return ended_by(work.stream_id, error)
+            experts = joined(self._experts, parts)
+        text, finish, report = made.text, None, None
+        failure: ErrorInfo | None = None
         if output.finished:
             del self._streams[work.stream_id]
             if self._continuations is not None:
@@ -230,7 +251,7 @@ class EngineStreams:
                 report.wanted_images = output.ec_transfer_params["wanted"]
                 report.fetched_images = output.ec_transfer_params["fetched"]
             if finish is FinishReason.ERROR:
-                error = self._failure(stream)
+                failure = self._failure(stream)
             elif isinstance(work.phase, PrefillPhase):
                 if finish is FinishReason.LENGTH:
                     text = sampling.held_back(stream.state, text)
@@ -248,8 +269,9 @@ class EngineStreams:
             finish_reason=finish,
             stop_reason=made.stop_reason,
             report=report,
-            error=error,
+            error=failure,
             prompt_logprobs=self._prompt_logprobs(work, output),
+            routed_experts=experts,
         )
 
     def _embedding(self, stream: _EngineRequest, output: Any) -> StreamDelta:

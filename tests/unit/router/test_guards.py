@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdserve.config import Config, GuardConfig, RouterConfig, parse, read_yaml
-from pdserve.errors import ConfigError, Unavailable
+from pdserve.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.security.patterns import Patterns
 from pdserve.types import FinishReason, SamplingParams, ToolCallDelta, Usage
 from router.attempt.answer import AnswerDelta, ParsedDelta
@@ -225,6 +225,12 @@ async def test_a_service_gets_sentences_and_changes_them(size: int) -> None:
     assert done.answers[0].finish_reason == ""
     if size < 50:
         assert len(checker.seen) > 1
+
+
+async def test_experts_are_refused_where_a_guard_checks_answers() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await send([guard(words=("a",))], [], sampling=SamplingParams(routed_experts=True))
+    assert refused.value.field == "routed_experts"
 
 
 async def test_whole_answers_are_checked_as_one() -> None:

@@ -25,6 +25,7 @@ from pdserve.process.memory import cpu_cache_bytes
 from workers.vllm.cache.events import events_config
 from workers.vllm.patches.speculation import check_packages
 from workers.vllm.start.settings import memory_left_to_kv
+from workers.vllm.step.routed_experts import ARGUMENT, check_captures
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -123,6 +124,8 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
     known = {f.name: f for f in fields(EngineArgs)}
     args = {**_DEFAULTS, **(_CPU_DEFAULTS if current_platform.is_cpu() else {})}
     for name, value in settings.engine_args.items():
+        if name == ARGUMENT:
+            continue  # vLLM's own way needs its model runner V2, and refuses P/D
         if name not in known:
             raise ConfigError(
                 f"engine_args.{name} is not an engine argument of this vLLM",
@@ -201,6 +204,8 @@ def _config_of(settings: VllmSettings, context: UsageContext) -> VllmConfig:
     try:
         config = args.create_engine_config(context)
         _check_stages(config)
+        if settings.engine_args.get(ARGUMENT):
+            check_captures(config)
         hands_over = settings.kv is not None and not settings.encodes
         if hands_over and config.model_config.is_multimodal_model:
             # Set only now, because a model without images must not have the connector.

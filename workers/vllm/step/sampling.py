@@ -15,6 +15,7 @@ from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from pdserve.types import Constraint, PositionLogprobs, TokenLogprob
 from workers.engine import PrefillPhase
+from workers.vllm.step.routed_experts import WANTED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 def to_vllm(work: Work, transfer: Mapping[str, Mapping[str, Any]]) -> VllmSamplingParams:
     """Convert the sampling parameters. `transfer` has the parameters of connectors, by vLLM's
     names. Raises vLLM's validation error for values that it refuses."""
-    sampling = work.sampling
+    sampling, extra = work.sampling, {name: dict(values) for name, values in transfer.items()}
+    if sampling.routed_experts:
+        extra[WANTED] = {}
     min_tokens, max_tokens = sampling.min_tokens, sampling.max_tokens
     if isinstance(work.phase, PrefillPhase):  # it samples one token after the resumed ones
         max_tokens = len(work.resume_token_ids) + 1
@@ -48,12 +51,13 @@ def to_vllm(work: Work, transfer: Mapping[str, Mapping[str, Any]]) -> VllmSampli
         repetition_penalty=sampling.repetition_penalty,
         logprobs=sampling.logprobs,
         prompt_logprobs=work.prompt_logprobs,
+        skip_reading_prefix_cache=True if work.needs_whole_prompt else None,
         logit_bias=dict(sampling.logit_bias) or None,
         skip_special_tokens=sampling.skip_special_tokens,
         structured_outputs=structured_to_vllm(sampling.structured_output),
         detokenize=True,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={name: dict(values) for name, values in transfer.items()} or None,
+        extra_args=extra or None,
         skip_clone=True,
     )
 
