@@ -11,6 +11,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from kv_transfer.vllm.kv_layout import allocate_untouched
+from workers.vllm.patches.compiled import mend_compiled
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -29,6 +30,7 @@ class RankOnCpu(CPUWorker):  # type: ignore[misc]
         """Remove the names of the memory over which ranks exchange tensors. vLLM never removes
         them, so each start would leak 4 MiB a rank."""
         super().init_device()
+        mend_compiled()
         for group in (get_tp_group(), get_pp_group()):
             communicator = getattr(group.device_communicator, "dist_module", None)
             if name := getattr(communicator, "group_name", ""):

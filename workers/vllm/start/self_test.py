@@ -102,6 +102,12 @@ def _add(engine: LLMEngine, name: str, length: int, pooling: PoolingParams | Non
     vocab = engine.vllm_config.model_config.get_vocab_size()
     ids = [1 + 37 * i % (vocab - 1) for i in range(length)]
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True)
+    if not engine.vllm_config.model_config.enforce_eager:
+        # Else the sampler's helpers would be compiled in the first step that needs them, while all
+        # streams of the engine wait: 14 s on a CPU.
+        params = SamplingParams(
+            temperature=1.0, top_p=0.9, top_k=2, logprobs=1, max_tokens=_TOKENS, ignore_eos=True
+        )
     # The name is in the salt, so that no prompt has a prefix of another.
     prompt = tokens_input(ids, cache_salt=f"{_SALT}/{name}")
     engine.add_request(f"self-test/{name}", prompt, pooling or params)
