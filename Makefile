@@ -57,7 +57,8 @@ SITE_DIR ?= build/site
 RELEASE := .venv-release
 UV := $(RELEASE)/bin/uv pip compile -q --python-version 3.12 --generate-hashes --no-annotate --no-header
 CODE := pdserve router workers kv_transfer benchmarks
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
+# The seed: tests of properties try the same examples in every run, in the order of a set too.
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
 .PHONY: help install gpu-install ray-install run test test-quick test-slow test-all fuzz test-gpu gpu-shim try-gpu-shim gpu-report test-tools test-programs lint format typecheck screenshots proto proto-check size \
 	protocols docs site chart check bench locks sbom dist clean

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.timeouts import HUNG_S, WAIT_S
@@ -28,6 +29,16 @@ settings.register_profile(
     "quick", settings.get_profile("deep"), max_examples=25, stateful_step_count=25
 )
 settings.load_profile("quick")
+_constants_of_modules = providers._get_local_constants
+
+
+def _constants() -> providers.Constants:
+    """Return no constants of modules where every run is to try the same examples. Hypothesis draws
+    from the constants in all modules that are loaded, and these depend on the tests before."""
+    return providers.Constants() if settings.default.derandomize else _constants_of_modules()
+
+
+providers._get_local_constants = _constants
 
 # A shell makes programs that it starts in the background ignore SIGINT. Undo this, because child
 # processes inherit it and tests send them Ctrl-C.
