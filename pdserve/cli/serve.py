@@ -58,7 +58,8 @@ def register(commands: Subparsers) -> None:
 
 def _serve(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
     from pdserve.deploy.local.display import Display
-    from pdserve.deploy.local.supervisor import Supervisor, make_run_dir, vllm_forkserver
+    from pdserve.deploy.local.launcher import vllm_forkserver
+    from pdserve.deploy.local.supervisor import Supervisor, make_run_dir
     from pdserve.deploy.local.vllm_flags import read_flags
     from pdserve.process.gpus import check_packages
 

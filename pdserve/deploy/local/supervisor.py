@@ -18,18 +18,16 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc.aio
 import yaml
 from msgspec.structs import replace
 
 from pdserve.config import (
-    LIVE_KEYS,
     MOVE_S,
     UNPIN_S,
     RouterConfig,
-    WorkerConfig,
     refuse,
     to_mapping,
 )
@@ -38,30 +36,28 @@ from pdserve.deploy.crash_loops import REPORT_EVERY_S, report_crash_loops
 from pdserve.deploy.local import specs
 from pdserve.deploy.local.follower import Change, LoadFollower
 from pdserve.deploy.local.groups import RankGroup
+from pdserve.deploy.local.launcher import Launcher, vllm_forkserver
+from pdserve.deploy.local.plan import ServicePlan
 from pdserve.deploy.local.progress import StartProgress
+from pdserve.deploy.local.ready_file import ReadyFile
 from pdserve.deploy.local.restarts import Restarts, SupervisedProcess
+from pdserve.deploy.local.stop_signals import StopSignals
 from pdserve.deploy.scaling.load import RouterLoads
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.model.hub import with_directories
 from pdserve.net.discovery import Discovery
 from pdserve.net.sockets import reachable
 from pdserve.process.child import TAKE_REQUESTS
-from pdserve.process.entry_points import PROCESSES, entry_point
-from pdserve.process.forkserver import ForkServer, launched, until_ended
-from pdserve.process.gpus import check_packages, gpus_for, is_cpu_build
-from pdserve.process.memory import free_bytes
+from pdserve.process.forkserver import ForkServer, until_ended
+from pdserve.process.gpus import check_packages
 from pdserve.security import local
-from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.wire import role_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from pdserve.config import Config
     from pdserve.deploy.local.display import Display
-
-C = TypeVar("C", RouterConfig, WorkerConfig)
 
 OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
@@ -71,7 +67,6 @@ _POLL_S = 0.05
 _LOOK_S = 1.0
 _SCALE_S = 1.0  # between two looks at the load
 _LIST_TIMEOUT_S = 2.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def make_run_dir(path: str = "") -> Path:
@@ -84,13 +79,19 @@ def make_run_dir(path: str = "") -> Path:
     return run_dir
 
 
-def vllm_forkserver(run_dir: Path) -> ForkServer | None:
-    """Return a server that forks processes with vLLM imported: the import takes most of a worker's
-    start. Return None on GPUs, because CUDA does not survive a fork."""
-    if not is_cpu_build():
-        return None
-    preload = entry_point(PROCESSES, "vllm-preload").value
-    return ForkServer(preload, run_dir / "forkserver.log")
+class LiveFile(NamedTuple):
+    """A configuration file, some of whose keys can change without a restart. `reload` reads it;
+    `state`: when it was read last."""
+
+    path: Path
+    reload: Callable[[], Config]
+    state: tuple[int, ...] | None
+
+    @staticmethod
+    def of(path: Path | None, reload: Callable[[], Config] | None) -> LiveFile | None:
+        if path is None or reload is None:
+            return None
+        return LiveFile(path, reload, file_state(path))
 
 
 class Supervisor:
@@ -111,59 +112,37 @@ class Supervisor:
         Raises ConfigError if this machine cannot run the configuration."""
         if config.worker.engine == "vllm":
             check_packages()
-        self._file, self._reload = file, reload
-        self._file_state = None if file is None else file_state(file)
-        self._routers = specs.router_configs(config)
-        self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
-        self._workers = {name: with_directories(x) for name, x in self._workers.items()}
-        self._pools = specs.worker_pools(config)
-        specs.check_memory(self._workers, self._pools, free_bytes())
-        self._models = list(dict.fromkeys(x.served_names[0] for x in self._workers.values()))
+        self._file = LiveFile.of(file, reload)
+        self._plan = ServicePlan.of(config)
         self._config, self._display = config, display
-        self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
         self._run_dir = run_dir or make_run_dir(config.up.run_dir)
-        if not config.router.store.database:
-            store = replace(config.router.store, database=str(self._run_dir / "store"))
-            self._routers = {name: replace(x, store=store) for name, x in self._routers.items()}
-        sides = config.router.access, config.worker.access
-        secrets = local.new_credentials(*sides)
-        files = local.write_credentials(self._run_dir, secrets) | local.shared_files(*sides)
-        self._routers = {name: _given(x, files) for name, x in self._routers.items()}
-        self._workers = {name: _given(x, files) for name, x in self._workers.items()}
-        access = replace(config.worker.access, **files)
-        self._dialer = dialer(access, "worker.access")  # as a worker
-        self._admin_key = secrets.get("admin_key_file", "")
-        # vLLM leaves files in the temporary folder when it is killed.
-        self._temporary_dir = tempfile.TemporaryDirectory(prefix="pdserve-tmp-")
-        self._forkserver = None
-        if config.worker.engine == "vllm":
-            self._forkserver = forkserver or vllm_forkserver(self._run_dir)
-        names = (*self._routers, *self._workers)
+        self._plan.settle(config, self._run_dir)
+        self._ready_file = ReadyFile(config.up.ready_file, self._run_dir)
+        is_vllm = config.worker.engine == "vllm"
+        forks = (forkserver or vllm_forkserver(self._run_dir)) if is_vllm else None
+        self._launcher = Launcher(forks)
+        names = (*self._plan.routers, *self._plan.workers)
         pause_s = config.up.max_restart_pause_s
         self._children = {
             name: SupervisedProcess(name, self._run_dir / f"{name}.log", Restarts(pause_s))
             for name in names
         }
         self._groups: dict[str, RankGroup] = {}  # by the name of each rank
-        for ranks in specs.groups_of(self._workers):
+        for ranks in specs.groups_of(self._plan.workers):
             group = RankGroup([self._children[name] for name in ranks])
             self._groups |= dict.fromkeys(ranks, group)
-        for name in (*self._routers, *(x for p in self._pools for x in p.names[: p.least])):
+        first = [name for pool in self._plan.pools for name in pool.names[: pool.least]]
+        for name in (*self._plan.routers, *first):
             self._children[name].wanted.set()
         self._keep_warm()
         self._keepers: dict[str, asyncio.Task[int]] = {}
         self._is_serving = self._is_stopping = False
-        # Signals: the first one stops, the second one kills.
-        self._stopped: asyncio.Future[int]
-        self._killed: asyncio.Future[int]
+        self._signals: StopSignals
 
     async def run(self) -> int:
         """Start everything, serve until stopped, and return the exit code. No process is left."""
-        loop = asyncio.get_running_loop()
-        self._stopped, self._killed = loop.create_future(), loop.create_future()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
-        self._forget_ready_file()
+        self._signals = StopSignals(lambda: self._display.tell("stopping at once"), OK)
+        self._ready_file.remove()
         self._display.starting(self._wanted(), self._run_dir)
         for child in self._children.values():
             self._keepers[child.name] = asyncio.create_task(self._keep(child))
@@ -171,16 +150,16 @@ class Supervisor:
         following: list[asyncio.Task[None]] = []
         try:
             # Each of these futures returns the exit code.
-            ends = {self._stopped, *self._keepers.values()}
+            ends = {self._signals.stopped, *self._keepers.values()}
             done = await _first(starting, *ends)
             if done == {starting} and starting.result() == OK:
                 self._is_serving = True
                 self._announce()
-                facts = [self._children[name].facts for name in self._routers]
+                facts = [self._children[name].facts for name in self._plan.routers]
                 http, grpc_ = ([x[api] for x in facts] for api in ("http", "grpc"))
                 has_console = self._config.router.has_console
                 self._announce_key(grpc_)
-                self._display.serving(http, grpc_, self._models, has_console=has_console)
+                self._display.serving(http, grpc_, self._plan.models, has_console=has_console)
                 following = [asyncio.create_task(self._scale(x)) for x in self._followers()]
                 following.append(asyncio.create_task(self._report_crash_loops()))
                 following.append(asyncio.create_task(self._follow_file()))
@@ -189,55 +168,45 @@ class Supervisor:
             for task in (starting, *following):
                 task.cancel()
             await self._stop(code)
-            return INTERRUPTED if self._killed.done() else code
+            return INTERRUPTED if self._signals.killed.done() else code
         finally:
             self._display.close()
-            self._forget_ready_file()
-            for address in self._addresses() if self._admin_key else ():
+            self._ready_file.remove()
+            for address in self._addresses() if self._plan.admin_key else ():
                 local.withdraw(address)
             # After an orderly stop no process is left. After an internal error, all may still run.
             tasks = (starting, *following, *self._keepers.values())
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            if self._forkserver is not None:
-                self._forkserver.close()
-            self._temporary_dir.cleanup()
+            self._launcher.close()
             self._remove_run_dir()
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
+            self._signals.close()
 
     async def _follow_file(self) -> None:
         """Write changes of the configuration file that need no restart to the routers' files, which
         routers watch."""
-        if self._file is None or self._reload is None:
+        if self._file is None:
             return
-        async for _ in file_changes(self._file, asyncio.Event(), self._file_state):
+        async for _ in file_changes(self._file.path, asyncio.Event(), self._file.state):
             try:
-                new = (await asyncio.to_thread(self._reload)).router
+                new = (await asyncio.to_thread(self._file.reload)).router
             except ConfigError as error:
                 self._display.tell(f"the configuration stays as it was: {error.message}", "red")
                 continue
-            for name, old in self._routers.items():
-                access = replace(old.access, admin_keys=new.access.admin_keys)
-                live = {key: getattr(new, key) for key in LIVE_KEYS}
-                self._routers[name] = replace(old, access=access, **live)
+            self._plan.change_routers(new)
+            for name in self._plan.routers:
                 self._write_config(self._children[name])
-            self._display.tell(f"{self._file} has changed; the routers' logs say what they use")
+            text = f"{self._file.path} has changed; the routers' logs say what they use"
+            self._display.tell(text)
 
     def _remove_run_dir(self) -> None:
         """Remove a temporary run directory, unless its logs may show the cause of a failure."""
         failures = [x for x in self._children.values() if x.restarts.deaths or x.failure]
-        was_told = self._is_serving and self._stopped.done() and not self._killed.done()
+        stopped, killed = self._signals.stopped.done(), self._signals.killed.done()
+        was_told = self._is_serving and stopped and not killed
         if was_told and not failures and not self._config.up.run_dir:
             shutil.rmtree(self._run_dir, ignore_errors=True)
-
-    def _on_signal(self) -> None:
-        if not self._stopped.done():
-            self._stopped.set_result(OK)
-        elif not self._killed.done():
-            self._display.tell("stopping at once")
-            self._killed.set_result(OK)
 
     async def _until_ready(self) -> int:
         """Return OK once every router can place work on every worker, or FAILED if a process makes
@@ -271,7 +240,7 @@ class Supervisor:
     async def _until_registered(self, address: str) -> None:
         """Return when the router at `address` can place work on every worker."""
         ready: set[str] = set()
-        async with self._dialer.open_channel(address) as channel:
+        async with self._plan.dialer.open_channel(address) as channel:
             list_workers = worker_pb2_grpc.RegistryStub(channel).ListWorkers
             while not ready.issuperset(self._running()):
                 await asyncio.sleep(_POLL_S)
@@ -279,7 +248,7 @@ class Supervisor:
                     listed = await list_workers(
                         worker_pb2.ListWorkersRequest(),
                         timeout=_LIST_TIMEOUT_S,
-                        metadata=self._dialer.metadata,
+                        metadata=self._plan.dialer.metadata,
                     )
                     ready |= {x.info.worker_id for x in listed.workers if x.state == "ready"}
 
@@ -288,11 +257,11 @@ class Supervisor:
 
     def _running(self) -> list[str]:
         """Return the names of the workers that should take requests."""
-        return [x for x in self._wanted() if x in self._workers and not self._children[x].warm]
+        return [x for x in self._wanted() if x in self._plan.workers and not self._children[x].warm]
 
     def _keep_warm(self) -> None:
         """Start new warm workers to replace those that take requests now."""
-        for pool in self._pools:
+        for pool in self._plan.pools:
             spare = [self._children[name] for name in pool.names if name not in self._running()]
             spare.sort(key=lambda child: not child.wanted.is_set())
             for child in spare[: pool.warm]:
@@ -303,11 +272,11 @@ class Supervisor:
         """Return a load follower for each model whose number of workers may change."""
         scaling, discovery = self._config.up.scaling, Discovery(self._addresses())
         found = []
-        for model in self._models:
-            pools = [x for x in self._pools if x.model == model and x.role in specs.SCALED]
+        for model in self._plan.models:
+            pools = [x for x in self._plan.pools if x.model == model and x.role in specs.SCALED]
             may_change = scaling.to_zero_after_s or any(len(x.names) > x.least for x in pools)
             if may_change and any(pool.names for pool in pools):
-                measure = RouterLoads(discovery, self._dialer, model).measure
+                measure = RouterLoads(discovery, self._plan.dialer, model).measure
                 found.append(LoadFollower([x for x in pools if x.names], scaling, measure))
         return found
 
@@ -361,20 +330,20 @@ class Supervisor:
                     model=worker.served_names[0],
                     reason=self._children[name].restarts.reason,
                 )
-                for name, worker in self._workers.items()
+                for name, worker in self._plan.workers.items()
                 if self._children[name].is_crash_looping
             ]
-            await report_crash_loops(self._dialer, self._addresses(), loops)
+            await report_crash_loops(self._plan.dialer, self._addresses(), loops)
 
     async def _keep(self, child: SupervisedProcess) -> int:
         """Run a process, and restart it while the service is up. Return the service's exit code if
         it was stopped or cannot start."""
-        if child.name in self._workers and self._config.router.grpc.port == 0:
+        if child.name in self._plan.workers and self._config.router.grpc.port == 0:
             # A worker's configuration has the routers' addresses: wait until routers listen.
-            for name in self._routers:
+            for name in self._plan.routers:
                 await self._children[name].known.wait()
         await child.wanted.wait()
-        for name in specs.before_on_gpu(self._workers, child.name):
+        for name in specs.before_on_gpu(self._plan.workers, child.name):
             if self._children[name].wanted.is_set():
                 await self._children[name].known.wait()
         while True:
@@ -418,14 +387,12 @@ class Supervisor:
     async def _run_process(self, child: SupervisedProcess) -> int:
         child.ready_at, child.failure, child.begins_anew = None, "", False
         warm = child.warm
-        is_worker = child.name in self._workers
+        is_worker = child.name in self._plan.workers
         config = self._write_config(child)
-        forkserver = self._forkserver if is_worker else None
-        if forkserver is not None:
+        if is_worker and self._launcher.imports_first:
             self._display.doing(child.name, "importing vLLM")
-        words = ("pdserve", "worker" if is_worker else "router", "--config", str(config))
-        env = {**os.environ, "TMPDIR": self._temporary_dir.name}
-        async with launched(forkserver, *words, env=env, log=child.log) as (process, reports):
+        launched = self._launcher.launched(child, config, is_worker=is_worker)
+        async with launched as (process, reports):
             child.process, child.pid = process, process.pid
             following = asyncio.create_task(self._follow(child, reports))
             if child.warm != warm or not child.wanted.is_set():  # changed while the process started
@@ -443,14 +410,14 @@ class Supervisor:
         return config
 
     def _config_of(self, child: SupervisedProcess) -> dict[str, object]:
-        if child.name in self._workers:
-            worker = self._workers[child.name]
+        if child.name in self._plan.workers:
+            worker = self._plan.workers[child.name]
             worker = replace(worker, routers=self._addresses(), warm=child.warm)
             if child.name in self._groups:
                 group = replace(worker.data_parallel, port=self._groups[child.name].port)
                 worker = replace(worker, data_parallel=group)
             return {"worker": to_mapping(worker)}
-        router = self._routers[child.name]
+        router = self._plan.routers[child.name]
         if child.facts:  # a router that is restarted keeps its ports
             http, grpc = (int(child.facts[x].split(":")[-1]) for x in ("http", "grpc"))
             router = specs.with_ports(router, http, grpc)
@@ -460,7 +427,7 @@ class Supervisor:
         """Return the gRPC addresses of the routers."""
         return tuple(
             self._children[name].facts.get("grpc") or _grpc_address(router)
-            for name, router in self._routers.items()
+            for name, router in self._plan.routers.items()
         )
 
     async def _follow(self, child: SupervisedProcess, reader: asyncio.StreamReader) -> None:
@@ -490,8 +457,8 @@ class Supervisor:
         if code == OK and self._is_serving:
             self._display.tell("stopping: running requests may finish; a second signal ends them")
             drain_s = self._config.worker.drain_timeout_s + MOVE_S + UNPIN_S
-            await self._end(self._routers, self._config.router.stop_grace_s + _MARGIN_S)
-            await self._end(self._workers, drain_s + _MARGIN_S)
+            await self._end(self._plan.routers, self._config.router.stop_grace_s + _MARGIN_S)
+            await self._end(self._plan.workers, drain_s + _MARGIN_S)
         else:
             if code == OK:
                 self._display.tell("stopping")
@@ -507,56 +474,29 @@ class Supervisor:
             keeper = self._keepers[child.name]
             limit_s = grace_s if child.ready_at is not None else min(grace_s, QUICK_STOP_S)
             left_s = max(0.0, began + limit_s - time.monotonic())  # one deadline for all
-            await _first(keeper, self._killed, timeout=left_s)
-            if not keeper.done() and not self._killed.done():
+            await _first(keeper, self._signals.killed, timeout=left_s)
+            if not keeper.done() and not self._signals.killed.done():
                 child.failure = "did not stop in time and is killed"
                 self._display.tell(f"{child.name} {child.failure}")
                 child.send(signal.SIGKILL)
 
     def _announce_key(self, addresses: Iterable[str]) -> None:
         try:
-            for address in addresses if self._admin_key else ():
-                local.announce(address, self._admin_key)
+            for address in addresses if self._plan.admin_key else ():
+                local.announce(address, self._plan.admin_key)
         except (OSError, RuntimeError) as error:
             key = f"--api-key-file {self._run_dir}/admin.key"
             self._display.tell(f"commands that operate the service need {key} ({error})")
 
     def _announce(self) -> None:
-        """Write the ready file, atomically. Roles are those at start."""
-        if self._ready_file is None:
-            return
-        entries = {
-            child.name: {**child.facts, "pid": child.pid, "log": str(child.log)}
-            for child in self._children.values()
-        }
-        routers = [entries[name] for name in self._routers]
-        workers = [
-            {**entries[name], "worker_id": name, "role": worker.role.value}
-            for name, worker in self._workers.items()
-            if name in self._running() and self._children[name].facts
-        ]
-        content = {
-            "pid": os.getpid(),
-            "http": routers[0]["http"],
-            "grpc": routers[0]["grpc"],
-            "model": self._models[0],
-            "run_dir": str(self._run_dir),
-            "router": routers[0],
-            "routers": routers,
-            "workers": workers,
-        }
-        partial = self._ready_file.with_name(f".{self._ready_file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(self._ready_file)
-
-    def _forget_ready_file(self) -> None:
-        if self._ready_file is not None:
-            self._ready_file.unlink(missing_ok=True)
-
-
-def _given(config: C, files: Mapping[str, str]) -> C:
-    """Return the configuration of a process with the credentials in `files`."""
-    return replace(config, access=replace(config.access, **files))
+        """Write the ready file."""
+        workers = {name: self._children[name] for name in self._running()}
+        self._ready_file.write(
+            self._plan.models[0],
+            [self._children[name] for name in self._plan.routers],
+            {name: child for name, child in workers.items() if child.facts},
+            {name: worker.role.value for name, worker in self._plan.workers.items()},
+        )
 
 
 async def _first(

@@ -37,7 +37,8 @@ async def test_processes_that_hang_share_one_deadline(
         for name in names
     }
     never = asyncio.get_running_loop().create_future
-    stopping._keepers, stopping._killed = {name: never() for name in names}, never()
+    stopping._keepers = {name: never() for name in names}
+    stopping._signals = SimpleNamespace(killed=never())
     stopping._display = SimpleNamespace(tell=lambda _: None)
     await stopping._end(names, 30.0)
     assert waits == [30.0, 0.0]

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.deploy.local import supervisor as module
+from pdserve.deploy.local.launcher import Launcher
 from pdserve.deploy.local.restarts import Restarts, SupervisedProcess
 from pdserve.deploy.local.supervisor import OK, Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 
@@ -39,19 +40,21 @@ def child(tmp_path: Path) -> SupervisedProcess:
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path, child: SupervisedProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
+def supervisor(
+    tmp_path: Path, child: SupervisedProcess, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """One that serves with nothing but `child`, and notes what it tells."""
     made: Any = Supervisor.__new__(Supervisor)
     told: list[str] = []
     made._display = SimpleNamespace(tell=told.append, died=lambda *_: told.append("died"))
     made.told = told
-    made._workers, made._routers, made._groups = {}, {}, {}
+    made._plan, made._groups = SimpleNamespace(workers={}, routers={}), {}
     made._children = {child.name: child}
-    made._run_dir, made._forkserver = tmp_path, None
-    made._temporary_dir = SimpleNamespace(name=str(tmp_path))
+    made._run_dir, made._launcher = tmp_path, Launcher(None)
     made._is_serving, made._is_stopping = True, False
     monkeypatch.setattr(made, "_config_of", lambda _: {})
-    return made
+    yield made
+    made._launcher.close()
 
 
 async def test_a_worker_that_is_to_begin_anew_while_it_loads_has_not_died(
@@ -91,7 +94,7 @@ async def test_a_change_while_a_process_is_being_started_reaches_it(
     async def until_ended(*_: object) -> int:
         return OK
 
-    monkeypatch.setattr(module, "launched", launched)
+    monkeypatch.setattr(supervisor._launcher, "launched", launched)
     monkeypatch.setattr(module, "until_ended", until_ended)
     assert await supervisor._run_process(child) == OK
     assert process.signals == ([] if change == "none" else [signal.SIGTERM])
