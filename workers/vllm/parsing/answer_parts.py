@@ -10,17 +10,15 @@ cannot read, and text after calls. Such text is detected here and becomes conten
 from __future__ import annotations
 
 import json
-import logging
 import re
-from bisect import bisect_left
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.parser.abstract_parser import DelegatingParser
 from vllm.renderers.chat_utils import make_tool_call_id
 
 from pdserve.v1 import parser_pb2 as p
+from workers.vllm.parsing.parser_run import ParserRun
+from workers.vllm.parsing.token_texts import HeldTokens, TokenPlaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall
     from vllm.parser.abstract_parser import Parser
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-logger = logging.getLogger(__name__)
 
 # Names of tags, and the keys of calls: text that a parser may drop.
 _MARKUP = re.compile(r"</?[\w:.|｜▁]*|\[/?[A-Z_]+\]")
@@ -113,15 +109,10 @@ class AnswerParts:
         *,
         is_stream: bool,
     ) -> None:
-        self._make_parser, self._request, self._prompt = make_parser, request, prompt
-        self._parser = make_parser()
-        self._detokenizer: Any = detokenizer
-        self._waiting: deque[tuple[int, str]] = deque()
-        self._released = ""  # text of waiting tokens
+        self._parser = ParserRun(make_parser, request, prompt)
+        self._held = HeldTokens(detokenizer)
+        self._places = TokenPlaces()
         self._token_ids: list[int] = []
-        self._first = 0  # position of the first token after earlier parts
-        self._ends: list[int] = []  # ends of the tokens' texts
-        self._scored = 0  # tokens before this one are named in `content_tokens`, if they belong
         self._text = ""
         self._said_to = 0
         self._answer_at: int | None = None  # where the text after the reasoning begins
@@ -129,52 +120,29 @@ class AnswerParts:
         self._calls: dict[int, _Call] = {}
         # Text that is in no part, with the call parsed after it.
         self._dropped: list[tuple[int, int, _Call | None]] = []
-        # Parsers of a single format have no separate reader of tool calls.
-        self._has_calls = (
-            isinstance(self._parser, DelegatingParser)
-            and type(self._parser).parse_delta is DelegatingParser.parse_delta
-            and self._parser.tool_parser is not None
-            and bool(request.tools)
-        )
-        self._is_forced = request.tool_choice not in (None, "none", "auto")
-        self._whole = p.ParserOutput() if self._has_calls and not is_stream else None
+        self._whole = p.ParserOutput() if self._parser.has_calls and not is_stream else None
 
     def resume(self, token_ids: Sequence[int]) -> None:
         """Take tokens that the client already has."""
         output = p.ParserOutput()
         for token_id in token_ids:
-            self._feed([token_id], self._piece(token_id), output)
-        self._first = len(self._ends)
+            self._feed([token_id], self._held.text_of(token_id), output)
+        self._places.begin_here()
 
     def parse(
         self, token_ids: Sequence[int], text: str, output: p.ParserOutput, *, finished: bool
     ) -> None:
         """Add the parts of `token_ids` to `output`. `text`: released by the engine, of these and of
         earlier tokens."""
-        self._waiting += [(x, self._piece(x)) for x in token_ids]
-        self._released += text
+        self._held.add(token_ids, text)
         found = output if self._whole is None else self._whole
-        while self._waiting and self._released.startswith(self._waiting[0][1]):
-            token_id, piece = self._waiting.popleft()
-            self._released = self._released[len(piece) :]
-            self._feed([token_id], piece, found)
-        if self._waiting and not self._waiting[0][1].startswith(self._released):
-            # The engine's text of these tokens differs.
-            token_ids = [x for x, _ in self._waiting]
-            self._waiting.clear()
-            text, self._released = self._released, ""
-            self._feed(token_ids, text, found)
+        for released_ids, released in self._held.take():
+            self._feed(released_ids, released, found)
         if finished:
             self._finish(found)
             if found is not output:
                 output.MergeFrom(found)
             output.reasoning_tokens = self._parser.count_reasoning_tokens(self._token_ids)
-
-    def _piece(self, token_id: int) -> str:
-        self._detokenizer.update([token_id], False)
-        piece: str = self._detokenizer.output_text
-        self._detokenizer.output_text = ""
-        return piece
 
     def _feed(
         self, token_ids: list[int], text: str, output: p.ParserOutput, *, finished: bool = False
@@ -182,11 +150,9 @@ class AnswerParts:
         begin = len(self._text)
         self._text += text
         self._token_ids += token_ids
-        self._ends += [len(self._text)] * len(token_ids)
-        delta = self._parser.parse_delta(
-            text, token_ids, self._request, self._prompt, finished=finished
-        )
-        if self._has_calls and self._answer_at is None:
+        self._places.add(len(token_ids), len(self._text))
+        delta = self._parser.parse(text, token_ids, finished=finished)
+        if self._parser.has_calls and self._answer_at is None:
             self._answer_at = self._end_of_reasoning(begin)
         if delta is not None:
             self._say(delta, begin, output, is_last=finished)
@@ -194,10 +160,9 @@ class AnswerParts:
     def _end_of_reasoning(self, begin: int) -> int | None:
         """Return where the answer begins, None during the reasoning. `begin`: start of the last
         token, the first one after the reasoning."""
-        parser: Any = self._parser
-        if not parser._stream_state.reasoning_ended:
+        if not self._parser.is_answering:
             return None
-        mark = parser.reasoning_parser and parser.reasoning_parser.reasoning_end_str
+        mark = self._parser.end_mark
         return len(self._text) if mark and self._text.rstrip().endswith(mark) else begin
 
     def _say(
@@ -250,33 +215,26 @@ class AnswerParts:
 
     def _score(self, begin: int, end: int, output: p.ParserOutput) -> None:
         """Name the tokens with the text from `begin` to `end`, unless they were named before."""
-        first = bisect_left(self._ends, begin)
-        if first < len(self._ends) and self._ends[first] == begin:
-            first += (self._ends[first - 1] if first else 0) < begin  # it ends here
-        following = bisect_left(self._ends, end) + 1
-        first = max(first, self._scored)
-        self._scored = max(following, self._scored)
-        output.content_tokens.extend(x - self._first for x in range(first, following))
+        output.content_tokens.extend(self._places.named(begin, end))
 
     # -- The end
 
     def _finish(self, output: p.ParserOutput) -> None:
-        ends = [x for x, _ in self._waiting]
+        ends = self._held.token_ids
         # Ignore tokens of a stop string. A single token without text ends the answer.
-        is_cut = bool(self._released) or len(ends) > 1
-        self._feed([] if is_cut else ends, self._released, output, finished=True)
+        is_cut = bool(self._held.released) or len(ends) > 1
+        self._feed([] if is_cut else ends, self._held.released, output, finished=True)
         if is_cut:
             self._token_ids += ends
-            self._ends += [len(self._text)] * len(ends)
-        if self._has_calls and self._answer_at is not None:
+            self._places.add(len(ends), len(self._text))
+        if self._parser.has_calls and self._answer_at is not None:
             self._complete_call(len(self._text), output)
             self._dropped.append((self._said_to, len(self._text), None))
             if self._whole is None or self._keeps(self._answer_at, output):
                 self._say_dropped(self._answer_at, output)
         # The end belongs to the content, if there is nothing else.
         if self._content and not (self._said_calls() or output.tool_calls):
-            last = range(max(self._scored, self._first), len(self._ends))
-            output.content_tokens.extend(x - self._first for x in last)
+            output.content_tokens.extend(self._places.rest())
 
     def _said_calls(self) -> list[_Call]:
         return [call for _, call in sorted(self._calls.items()) if call.arguments.text]
@@ -311,7 +269,7 @@ class AnswerParts:
         """Compare a whole answer with the result of vLLM's whole-text parser. Return False if that
         is better, or has no call; `output` is then replaced."""
         text, found = self._text[answer_at:], self._said_calls()
-        calls, content = self._read_whole(text)
+        calls, content = self._parser.read_whole(text)
         named = [(x.name, _object(x.arguments)) for x in calls]
         # Parsers invent empty arguments for an incomplete call.
         is_good = bool(named) and all(name and value for name, value in named)
@@ -322,7 +280,7 @@ class AnswerParts:
             self._text[max(begin, answer_at) : end].strip() for begin, end, _ in self._dropped
         )
         # Who asked for a call gets the beginning of one that is cut off, as in a stream.
-        is_readable = self._is_forced or all(value is not None for _, value in pairs)
+        is_readable = self._parser.is_forced or all(value is not None for _, value in pairs)
         if not is_better and is_kept and is_readable:
             return True
         del output.tool_calls[:], output.content_tokens[:]
@@ -336,21 +294,13 @@ class AnswerParts:
         else:
             self._calls.clear()
         kept = content if is_better and not is_lossy else text
-        self._content, self._scored = [*before, (answer_at, kept)], 0
+        self._content = [*before, (answer_at, kept)]
+        self._places.name_again()
         output.content = "".join(x for _, x in self._content)
         if output.content:
             begin = self._content[0][0]
             self._score(begin, max(begin + 1, answer_at + len(kept)), output)
         return False
-
-    def _read_whole(self, text: str) -> tuple[list[FunctionCall], str]:
-        parser: Any = self._make_parser()
-        try:
-            calls, content = parser._extract_tool_calls(text, self._request, enable_auto_tools=True)
-        except Exception:
-            logger.exception("the parser failed on a whole answer")
-            return [], text
-        return calls or [], content or ""
 
 
 def _texts_of(call: _Call | FunctionCall) -> list[str]:
