@@ -270,7 +270,7 @@ def chaos(args: argparse.Namespace) -> int:
             rows.append(row)
             notes = "; ".join([*row.notes, *(f"{k} x{n}" for k, n in row.fallbacks.items())])
             progress.say(f"{'ok' if row.passed else 'FAILED':6} {row.fault}: {notes}")
-            for text in (*row.errors, *row.left):
+            for text in (*row.errors, *row.left, *(f"capsule: {x}" for x in row.capsules)):
                 progress.say(f"       {text}")
 
         is_interrupted = _each(run_matrix(settings, chosen, directory, progress), keep)

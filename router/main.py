@@ -27,6 +27,7 @@ from router.live import LiveConfig
 from router.metrics import open_metrics
 from router.placement.decisions import RecentRequests
 from router.request_path import DEFAULT_PATH_LIMITS, PathLimits, open_request_path
+from router.steps.capsule import open_capsules
 from router.steps.ledger import open_ledger
 from router.store.store import open_store
 from router.virtual.chooser import open_chooser
@@ -101,8 +102,18 @@ class RouterServer:
         models, fetch = workers.fleet.models, partial(fetch_tokenizer, workers.fleet)
         tokenizers = Tokenizers(models, partial(fetch, workers.dialer, peers))
         guards_of = await enter(open_guards(config, notes, models, tokenizers.get))
+        capsules = await enter(open_capsules(config, metrics.count, ledger))
         opening = open_request_path(
-            config, router_id, workers, metrics, adapters, limits.path, ledger, peers, guards_of
+            config,
+            router_id,
+            workers,
+            metrics,
+            adapters,
+            limits.path,
+            ledger,
+            peers,
+            guards_of,
+            capsules,
         )
         path = await enter(opening)
         period_s = limits.probe_period_s

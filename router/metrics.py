@@ -62,7 +62,7 @@ _COUNTERS = (
     *("session_turns", "recomputed_tokens", "fetched_images"),
     *("kv_fetches", "kv_fetched_tokens", "kv_fetched_blocks"),
     *("engine_seconds", "cost", "energy_joules", "cost_saved"),
-    *("model_choices", "escalations", "weights_updates"),
+    *("model_choices", "escalations", "weights_updates", "capsules"),
 )
 _LOADS = (
     *("num_running_reqs", "num_waiting_reqs", "kv_cache_usage", "session_blocks"),

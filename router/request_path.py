@@ -37,6 +37,7 @@ from router.serve import Answering, EmbeddingServer, EmbedSteps, GenerateSteps, 
 from router.steps.account import AccountPoolingStep, AccountStep
 from router.steps.adapters import AdaptersStep
 from router.steps.admit import AdmitStep
+from router.steps.capsule import NO_CAPSULES, CapsuleStep
 from router.steps.forward import ForwardStep
 from router.steps.guard import GuardStep
 from router.steps.ledger import NO_LEDGER, LedgerStep
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from router.guardrails.open import GuardsOf
     from router.metrics import RouterMetrics
     from router.placement.policies import Place
+    from router.steps.capsule import Capsules
     from router.steps.ledger import ResidencyLedger
     from router.walk import RequestStep
 
@@ -110,6 +112,7 @@ class RequestPath:
     peers: RegionPeers
     load: RegionLoad
     guards: Guards
+    capsules: Capsules
 
     async def admit_queued(self) -> None:
         """Admit queued requests whenever a worker or room is available. Runs until cancelled."""
@@ -201,6 +204,7 @@ def build_request_path(
     ledger: ResidencyLedger = NO_LEDGER,
     peers: RegionPeers | None = None,
     guards_of: GuardsOf = no_guards,
+    capsules: Capsules = NO_CAPSULES,
 ) -> RequestPath:
     """Build the request path. The simulator and tests use this too. `adapters`: the served LoRA
     adapters by name. `peers`: None for no other region. `guards_of`: see open_guards."""
@@ -251,6 +255,7 @@ def build_request_path(
             decisions=decisions,
             ledger=ledger,
         ),
+        capsule=CapsuleStep(capsules, decisions, fleet.now) if capsules.is_on else None,
         session=SessionStep(sessions, metrics),
         admit=AdmitStep(admission, placer, fleet.now, leaves),
         ledger=LedgerStep(ledger),
@@ -276,6 +281,7 @@ def build_request_path(
         peers=peers,
         load=load,
         guards=guards,
+        capsules=capsules,
     )
 
 
@@ -290,6 +296,7 @@ async def open_request_path(
     ledger: ResidencyLedger = NO_LEDGER,
     peers: RegionPeers | None = None,
     guards_of: GuardsOf = no_guards,
+    capsules: Capsules = NO_CAPSULES,
 ) -> AsyncIterator[RequestPath]:
     """Open the request path for the context, with its tracing and its parser process, and admit
     queued requests. `adapters`: the served LoRA adapters by name. `peers`: the other regions."""
@@ -311,6 +318,7 @@ async def open_request_path(
             ledger=ledger,
             peers=peers,
             guards_of=guards_of,
+            capsules=capsules,
         )
         await stack.enter_async_context(background("admit-queued-requests", path.admit_queued))
         yield path

@@ -90,7 +90,8 @@ class ObservedChoice:
 @dataclass(slots=True)
 class ObservedAnswer:
     """One answer so far. `pause_s`: longest wait for a piece. `code`: code of the error that ended
-    it, or "". `slow_s`: time that a slow client waits after each piece."""
+    it, or "". `slow_s`: time that a slow client waits after each piece. `request_id`: "" for a line
+    of a batch."""
 
     number: int
     sent_s: float
@@ -101,6 +102,7 @@ class ObservedAnswer:
     heard_s: float = 0.0
     pause_s: float = 0.0
     completion_tokens: int = 0
+    request_id: str = ""
     fallbacks: tuple[str, ...] = ()
     choices: dict[int, ObservedChoice] = field(default_factory=dict)
 
@@ -164,7 +166,8 @@ class Clients:
 
     async def ask(self, question: Question, answer: ObservedAnswer) -> None:
         """Send one request and receive its answer to the end. Cancelling aborts the request."""
-        stream = self._stream(question)
+        answer.request_id = f"chaos-{uuid.uuid4().hex}"
+        stream = self._stream(question, answer.request_id)
         try:
             async with asyncio.timeout(CLIENT_TIMEOUT_S), aclosing(stream):  # type: ignore[type-var]
                 async for piece in stream:
@@ -182,8 +185,8 @@ class Clients:
         else:
             answer.end("ok")
 
-    def _stream(self, question: Question) -> AsyncIterator[Piece]:
-        name, api = f"chaos-{uuid.uuid4().hex}", KINDS[question.kind][0]
+    def _stream(self, question: Question, name: str) -> AsyncIterator[Piece]:
+        api = KINDS[question.kind][0]
         if api == "grpc":
             return self.grpc.stream(Request(name, self._model, question.prompt, question.sampling))
         body = json.dumps(self.body(question)).encode()

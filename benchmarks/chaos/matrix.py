@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.chaos.capsules import keep_capsules
 from benchmarks.chaos.load import KINDS, Clients, make_questions, right_answers, wrong_tokens
 from benchmarks.chaos.scenarios import REPEATED, MissedError, Run
 from benchmarks.chaos.service import ServiceUnderTest
@@ -38,6 +39,7 @@ _CONFIG: Final[Mapping[str, Any]] = {
     "router.health.eject_s": 1.0,
     "router.stop_grace_s": 5.0,
     "router.request_timeout_s": 120.0,
+    "router.capsules.prompts": True,  # they are made up
     "worker.drain_timeout_s": 10.0,
     "worker.kv.hold_s": 8.0,
     "up.max_restart_pause_s": 1.0,  # restart killed processes soon
@@ -85,7 +87,8 @@ class ChaosSettings:
 class Row:
     """The result of one scenario. `failed`: requests that must not fail but did.
     `allowed_failures`: requests that the fault itself ended. `pause_s`: longest wait of a client.
-    `whole_s`: time from the fault until all processes were ready again."""
+    `whole_s`: time from the fault until all processes were ready again. `capsules`: files of
+    answers that failed or are wrong, for `pdserve replay`."""
 
     fault: str
     what: str
@@ -101,6 +104,7 @@ class Row:
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Sequence[str] = ()
     errors: Sequence[str] = ()
+    capsules: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:
@@ -136,7 +140,7 @@ async def run_matrix(
                         run = await _prepared(settings, service, clients, attempt)
                         progress.step(f"{scenario.name}: computing the right answers")
                         expected = await right_answers(right, list(run.questions.values()))
-                        row = await _row(scenario, run, expected, progress)
+                        row = await _row(scenario, run, expected, progress, directory / "capsules")
                         if row.hit or row.failed or row.wrong_tokens:
                             break
                     yield row
@@ -165,9 +169,13 @@ async def _prepared(
 
 
 async def _row(
-    scenario: Scenario, run: Run, expected: Mapping[int, ObservedAnswer], progress: Progress
+    scenario: Scenario,
+    run: Run,
+    expected: Mapping[int, ObservedAnswer],
+    progress: Progress,
+    capsules: Path,
 ) -> Row:
-    """Send the requests, inject the fault, and compare the answers."""
+    """Send the requests, inject the fault, and compare the answers. `capsules`: a folder."""
     progress.step(f"{scenario.name}: requests run")
     running = asyncio.create_task(run.load())
     hit = True
@@ -192,6 +200,8 @@ async def _row(
     failed = [x for x in answers if x.ending != "ok"]
     blamed = [x for x in failed if not run.allows(x)]
     wrong = {x.number: wrong_tokens(x, expected[x.number % REPEATED]) for x in answers}
+    bad = [*blamed, *(x for x in answers if wrong[x.number] and x not in blamed)]
+    kept = await keep_capsules(scenario.name, run, bad, expected, capsules)
     errors = [f"request {x.number}: {x.error or x.ending}" for x in blamed]
     errors += [f"request {n}: {count} wrong tokens" for n, count in wrong.items() if count]
     return Row(
@@ -209,6 +219,7 @@ async def _row(
         fallbacks=dict(sorted(Counter(s for x in answers for s in x.fallbacks).items())),
         notes=run.notes,
         errors=errors[:5],
+        capsules=kept,
     )
 
 

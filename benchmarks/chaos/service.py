@@ -86,6 +86,20 @@ class ServiceUnderTest(LocalService):
             undrain = a.UndrainWorkerRequest(worker_id=name)
             await admin.UndrainWorker(undrain, timeout=RPC_TIMEOUT_S, metadata=metadata)
 
+    async def capsule(self, request_id: str) -> bytes | None:
+        """Return the incident capsule of a request, from the first router that has one."""
+        operator, asked = self.operator, a.GetCapsuleRequest(request_id=request_id)
+        for router in self.ready["routers"]:
+            try:
+                async with operator.open_channel(router["grpc"]) as channel:
+                    found = await AdminStub(channel).GetCapsule(
+                        asked, timeout=RPC_TIMEOUT_S, metadata=operator.metadata
+                    )
+                return found.content
+            except grpc.aio.AioRpcError:
+                continue
+        return None
+
     async def until_whole(self) -> None:
         """Wait until all workers are ready and no pair is ejected. Raises BenchError."""
         if why := await _until_none(self._missing, WHOLE_S):

@@ -29,7 +29,7 @@ NAVIGATION = {
         "failures",
         "vllm",
     ),
-    "Operate": ("deploy", "operations", "runbooks", "gpu"),
+    "Operate": ("deploy", "operations", "capsules", "runbooks", "gpu"),
     "Measure": ("benchmarks", "scale", "verify"),
     "Reference": ("api", "grpc", "site/client", "configuration", "metrics", "site/extend"),
 }

@@ -36,6 +36,7 @@ from pdserve.config.process import LogConfig, TopologyConfig
 from pdserve.config.router import (
     GLOBAL,
     LIVE_KEYS,
+    CapsulesConfig,
     GrpcConfig,
     HealthConfig,
     HttpConfig,
@@ -87,6 +88,7 @@ __all__ = [
     "MOVE_S",
     "UNPIN_S",
     "AccessConfig",
+    "CapsulesConfig",
     "ClassifierConfig",
     "Config",
     "DataParallelConfig",

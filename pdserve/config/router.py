@@ -286,6 +286,41 @@ class StoreConfig(Section, frozen=True):
     retention: RetentionConfig = RetentionConfig()
 
 
+class CapsulesConfig(Section, frozen=True):
+    """Incident capsules: what the router knows of a request that failed, of an answer that was
+    found to be wrong, and of a request that an administrator names. See docs/capsules.md."""
+
+    directory: Annotated[
+        str,
+        about("""Folder for capsules, which routers of one region may share. Empty: `pdserve up`
+        uses its run directory; `pdserve router` keeps none."""),
+    ] = ""
+    key_file: Annotated[
+        str,
+        about("""File with secrets of at least 32 characters, one a line. Capsules are encrypted
+        with the first one. A changed file is read again. Empty: capsules are not encrypted, and
+        only the router's user can read them."""),
+    ] = ""
+    prompts: Annotated[
+        bool,
+        about("""Keep the tokens of prompts, and texts of sampling parameters (stop strings,
+        schemas). Without them a capsule cannot be replayed."""),
+    ] = False
+    recent: Annotated[
+        Count,
+        about("""Ended requests, of at most 16 MiB, of which a capsule can be made on demand. 0:
+        none."""),
+    ] = 256
+    max_capsules: Annotated[Positive, about("Capsules in `directory`. The oldest are deleted.")] = (
+        1000
+    )
+    max_capsules_per_tenant: Annotated[
+        Positive, about("Capsules of one tenant, so that its failures do not displace others'.")
+    ] = 200
+    max_mib: Annotated[Positive, about("Size of all capsules, in MiB.")] = 256
+    days: Annotated[Days, about("Days that a capsule is kept.")] = 7.0
+
+
 class ImagesConfig(Section, frozen=True):
     """Images in prompts, for models that take them."""
 
@@ -400,6 +435,7 @@ class RouterConfig(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     retry: RetryConfig = RetryConfig()
     store: StoreConfig = StoreConfig()
+    capsules: CapsulesConfig = CapsulesConfig()
     otlp_endpoint: Annotated[
         Endpoint, about("OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.")
     ] = ""

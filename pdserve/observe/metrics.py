@@ -179,6 +179,12 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
                 "Verdicts of router.guards on prompts, and on answers or their sentences: pass, "
                 "redact, refuse, log, or failed.",
             ),
+            _counter(
+                "capsules",
+                "reason result",
+                "Incident capsules, by the reason for them: kept, failed (the disk), dropped (the "
+                "disk is too slow), or elsewhere (the data may not be stored in this region).",
+            ),
             _histogram("guard_seconds", "guard place", "Time of a verdict of these guards."),
             _counter("memory_refusals", "", "Requests refused because memory was nearly full."),
             _gauge("memory_used_bytes", "", "Memory of the router and its processes."),

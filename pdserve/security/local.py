@@ -47,14 +47,14 @@ def admin_key(directory: Path) -> str:
     return _read(directory / _FILES["admin_key_file"])
 
 
-def write_private(path: Path, text: str) -> None:
+def write_private(path: Path, content: str | bytes) -> None:
     """Replace a file, at once, with a new one that only this user can read. The file is created
     with these permissions, so its content is never readable for others."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     new.replace(path)
 
 

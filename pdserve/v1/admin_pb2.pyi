@@ -8,6 +8,56 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ListCapsulesRequest(_message.Message):
+    __slots__ = ("tenant", "model")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+
+class ListCapsulesResponse(_message.Message):
+    __slots__ = ("capsules",)
+    CAPSULES_FIELD_NUMBER: _ClassVar[int]
+    capsules: _containers.RepeatedCompositeFieldContainer[CapsuleEntry]
+    def __init__(self, capsules: _Optional[_Iterable[_Union[CapsuleEntry, _Mapping]]] = ...) -> None: ...
+
+class CapsuleEntry(_message.Message):
+    __slots__ = ("request_id", "tenant", "model", "reason", "code", "unix_time_s", "region", "size", "key")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    model: str
+    reason: str
+    code: str
+    unix_time_s: float
+    region: str
+    size: int
+    key: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., reason: _Optional[str] = ..., code: _Optional[str] = ..., unix_time_s: _Optional[float] = ..., region: _Optional[str] = ..., size: _Optional[int] = ..., key: _Optional[str] = ...) -> None: ...
+
+class GetCapsuleRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class GetCapsuleResponse(_message.Message):
+    __slots__ = ("capsule", "content")
+    CAPSULE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    capsule: CapsuleEntry
+    content: bytes
+    def __init__(self, capsule: _Optional[_Union[CapsuleEntry, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
+
 class UpdateCheckpointRequest(_message.Message):
     __slots__ = ("model", "path", "version", "mode", "timeout_s")
     MODEL_FIELD_NUMBER: _ClassVar[int]

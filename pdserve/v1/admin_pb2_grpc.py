@@ -95,6 +95,16 @@ class AdminStub:
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.GetCheckpointRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
                 _registered_method=True)
+        self.ListCapsules = channel.unary_unary(
+                '/pdserve.v1.Admin/ListCapsules',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.ListCapsulesRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.ListCapsulesResponse.FromString,
+                _registered_method=True)
+        self.GetCapsule = channel.unary_unary(
+                '/pdserve.v1.Admin/GetCapsule',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.GetCapsuleRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.GetCapsuleResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -187,6 +197,21 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCapsules(self, request, context):
+        """Lists the incident capsules that this router can read, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCapsule(self, request, context):
+        """Returns the newest capsule of a request; one is made if the request ended lately. NOT_FOUND
+        otherwise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -249,6 +274,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetCheckpoint,
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.GetCheckpointRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.SerializeToString,
+            ),
+            'ListCapsules': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCapsules,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.ListCapsulesRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.ListCapsulesResponse.SerializeToString,
+            ),
+            'GetCapsule': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCapsule,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.GetCapsuleRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.GetCapsuleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -576,6 +611,60 @@ class Admin:
             '/pdserve.v1.Admin/GetCheckpoint',
             pdserve_dot_v1_dot_admin__pb2.GetCheckpointRequest.SerializeToString,
             pdserve_dot_v1_dot_admin__pb2.CheckpointStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCapsules(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/ListCapsules',
+            pdserve_dot_v1_dot_admin__pb2.ListCapsulesRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.ListCapsulesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCapsule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/GetCapsule',
+            pdserve_dot_v1_dot_admin__pb2.GetCapsuleRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.GetCapsuleResponse.FromString,
             options,
             channel_credentials,
             insecure,

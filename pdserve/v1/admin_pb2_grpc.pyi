@@ -65,6 +65,12 @@ class AdminStub:
     """Ends the open answers of a model as `mode` says, and lets requests wait until the resumption."""
     ResumeModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeModelRequest, _admin_pb2.CheckpointStatus]
     GetCheckpoint: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetCheckpointRequest, _admin_pb2.CheckpointStatus]
+    ListCapsules: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCapsulesRequest, _admin_pb2.ListCapsulesResponse]
+    """Lists the incident capsules that this router can read, newest first."""
+    GetCapsule: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetCapsuleRequest, _admin_pb2.GetCapsuleResponse]
+    """Returns the newest capsule of a request; one is made if the request ended lately. NOT_FOUND
+    otherwise.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -103,6 +109,12 @@ class AdminAsyncStub(AdminStub):
     """Ends the open answers of a model as `mode` says, and lets requests wait until the resumption."""
     ResumeModel: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeModelRequest, _admin_pb2.CheckpointStatus]  # type: ignore[assignment]
     GetCheckpoint: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetCheckpointRequest, _admin_pb2.CheckpointStatus]  # type: ignore[assignment]
+    ListCapsules: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCapsulesRequest, _admin_pb2.ListCapsulesResponse]  # type: ignore[assignment]
+    """Lists the incident capsules that this router can read, newest first."""
+    GetCapsule: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetCapsuleRequest, _admin_pb2.GetCapsuleResponse]  # type: ignore[assignment]
+    """Returns the newest capsule of a request; one is made if the request ended lately. NOT_FOUND
+    otherwise.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Served by the router, for administrators."""
@@ -210,5 +222,23 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CheckpointStatus, _abc.Awaitable[_admin_pb2.CheckpointStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def ListCapsules(
+        self,
+        request: _admin_pb2.ListCapsulesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListCapsulesResponse, _abc.Awaitable[_admin_pb2.ListCapsulesResponse]]:
+        """Lists the incident capsules that this router can read, newest first."""
+
+    @_abc_1.abstractmethod
+    def GetCapsule(
+        self,
+        request: _admin_pb2.GetCapsuleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetCapsuleResponse, _abc.Awaitable[_admin_pb2.GetCapsuleResponse]]:
+        """Returns the newest capsule of a request; one is made if the request ended lately. NOT_FOUND
+        otherwise.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pdserve.observe.audit import AuditLog
+    from pdserve.observe.capsules import CapsuleHeader
     from pdserve.types import Account
     from router.control.adapters import ServedAdapters
     from router.control.autoscaler import Autoscaler
@@ -238,6 +239,20 @@ def _check_address(address: str, field: str) -> None:
         raise InvalidRequest(f"{field} is {address!r}, which is not host:port", field=field)
 
 
+def capsule_entry(header: CapsuleHeader, size: int) -> a.CapsuleEntry:
+    return a.CapsuleEntry(
+        request_id=header.request_id,
+        tenant=header.tenant,
+        model=header.model,
+        reason=header.reason,
+        code=header.code,
+        unix_time_s=header.created,
+        region=header.region,
+        size=size,
+        key=header.key,
+    )
+
+
 class AdminService(AdminServicer):
     """Explains placements, drains workers, changes roles, weights, and shares of revisions."""
 
@@ -247,7 +262,7 @@ class AdminService(AdminServicer):
         self._verdicts = path.guards.verdicts
         self._drainer, self._roles = control.drainer, control.changer
         self._router_drainer = control.router_drainer
-        self._weights = control.weights
+        self._weights, self._capsules = control.weights, path.capsules
 
     async def Explain(  # noqa: N802
         self, request: a.ExplainRequest, context: Context
@@ -262,6 +277,26 @@ class AdminService(AdminServicer):
         explanation.request_id = explanation.request_id or request.request_id
         explanation.guards.extend([a.GuardVerdict(**structs.asdict(x)) for x in verdicts])
         return explanation
+
+    async def ListCapsules(  # noqa: N802
+        self, request: a.ListCapsulesRequest, context: Context
+    ) -> a.ListCapsulesResponse:
+        found = [
+            capsule_entry(x.header, x.size)
+            for x in await self._capsules.listed()
+            if request.tenant in ("", x.header.tenant) and request.model in ("", x.header.model)
+        ]
+        return a.ListCapsulesResponse(capsules=found)
+
+    @_aborting
+    async def GetCapsule(  # noqa: N802
+        self, request: a.GetCapsuleRequest, context: Context
+    ) -> a.GetCapsuleResponse:
+        request_id = request.request_id
+        with self._audit.action(rpc_caller(context), "capsule", request_id=request_id):
+            header, content = await self._capsules.get(request_id)
+        entry = capsule_entry(header, len(content))
+        return a.GetCapsuleResponse(capsule=entry, content=content)
 
     @_aborting
     async def ChangeRole(  # noqa: N802

@@ -75,23 +75,32 @@ def receipt_of(answer: Answer, charge: UsageCharge, *, admission_s: float) -> Re
     return receipt
 
 
-def _spans(answer: Answer) -> tuple[TokenSpan, ...]:
-    """Return who sampled the tokens of an answer. Empty while all workers have their first
-    weights, for which nobody asks."""
+def sampled_by(answer: Answer) -> list[tuple[WorkerStream, int, int]]:
+    """Return who sampled the tokens of an answer: (stream, first token, end), in order."""
     streams = [x for x in answer.streams if x.side is not Side.ENCODE and x.weights is not None]
-    if not any(x.weights and x.weights.sequence for x in streams):
-        return ()
     starts = [x.from_token for x in streams]
     for index, (before, stream) in enumerate(pairwise(streams), 1):
         if before.side is Side.PREFILL and stream.from_token == before.from_token:
             starts[index] += 1  # decode continues after the token that prefill samples
-    spans, end = list[TokenSpan](), len(answer.tokens)
+    found, end = list[tuple["WorkerStream", int, int]](), len(answer.tokens)
     for stream, start in zip(reversed(streams), reversed(starts), strict=True):
-        if start < end and stream.weights is not None:
-            version = stream.weights.version or "default"
-            spans.append(TokenSpan(version, stream.worker_id, start, end, answer.index))
+        if start < end:
+            found.append((stream, start, end))
             end = start
-    return tuple(reversed(spans))
+    return found[::-1]
+
+
+def _spans(answer: Answer) -> tuple[TokenSpan, ...]:
+    """Return who sampled the tokens of an answer. Empty while all workers have their first
+    weights, for which nobody asks."""
+    streams = [x for x in answer.streams if x.side is not Side.ENCODE]
+    if not any(x.weights and x.weights.sequence for x in streams):
+        return ()
+    return tuple(
+        TokenSpan(x.weights.version or "default", x.worker_id, start, end, answer.index)
+        for x, start, end in sampled_by(answer)
+        if x.weights is not None
+    )
 
 
 def fill_in(receipt: Receipt, answer: Answer, admitted: float, now: float) -> None:

@@ -73,10 +73,15 @@ class RecentRequests(Generic[T]):
         latest request; the API prepends a prefix."""
         if found := self._requests.get(request_id):
             return found
-        # The first of several prompts, which are numbered.
-        own = re.compile(rf"[a-z]+[-_]{re.escape(request_id)}(-0)?")
-        named = next((x for x in reversed(self._requests) if own.fullmatch(x)), "")
+        named = next((x for x in reversed(self._requests) if is_id_of(x, request_id)), "")
         return self._requests.get(named, [])
+
+
+def is_id_of(request_id: str, named: str) -> bool:
+    """Return True if a client knows this request as `named`: its id, or an X-Request-Id without
+    the prefix of the API. Of several prompts, which are numbered, that names the first."""
+    own = rf"([a-z]+[-_])?{re.escape(named)}(-0)?"
+    return request_id == named or re.fullmatch(own, request_id) is not None
 
 
 class DecisionLog(RecentRequests[RecordedDecision]):

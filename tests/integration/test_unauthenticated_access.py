@@ -41,6 +41,7 @@ GRPC = {
                 *("Explain", "DrainWorker", "UndrainWorker", "ChangeRole"),
                 *("ListRevisions", "SetWeights", "DrainRouter", "UndrainRouter"),
                 *("UpdateCheckpoint", "PauseModel", "ResumeModel", "GetCheckpoint"),
+                *("ListCapsules", "GetCapsule"),
             ),
             REFUSED,
         ),

@@ -50,11 +50,14 @@ class ServicePlan:
         return ServicePlan(specs.router_configs(config), workers, pools, models, Dialer())
 
     def settle(self, config: Config, run_dir: Path) -> None:
-        """Keep the routers' store in `run_dir`, unless it has another place, and write credentials
-        that are not configured there."""
+        """Keep the routers' store and capsules in `run_dir`, unless they have another place, and
+        write credentials that are not configured there."""
         if not config.router.store.database:
             store = replace(config.router.store, database=str(run_dir / "store"))
             self.routers = {name: replace(x, store=store) for name, x in self.routers.items()}
+        if not config.router.capsules.directory:
+            own = replace(config.router.capsules, directory=str(run_dir / "capsules"))
+            self.routers = {name: replace(x, capsules=own) for name, x in self.routers.items()}
         sides = config.router.access, config.worker.access
         secrets = local.new_credentials(*sides)
         files = local.write_credentials(run_dir, secrets) | local.shared_files(*sides)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from benchmarks.chaos.capsules import keep_capsules
 from benchmarks.chaos.hooks import DIRECTORY, PRODUCERS, give, hits, patch
 from benchmarks.chaos.load import (
     KINDS,
@@ -22,9 +23,18 @@ from benchmarks.chaos.load import (
 from benchmarks.chaos.matrix import Row
 from benchmarks.chaos.scenarios import REPEATED, Run
 from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.observe.capsules import (
+    Capsule,
+    CapsuleAnswer,
+    CapsuleHeader,
+    CapsuleSpan,
+    seal,
+    unseal,
+)
 from pdserve.types import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -98,6 +108,44 @@ def test_a_row_passes_if_the_fault_struck_and_nothing_was_lost() -> None:
     for changes in bad:
         assert not replace(row, **changes).passed
     assert {"fault", "failed", "wrong_tokens", "leaked_blocks", "passed"} <= row.to_json().keys()
+
+
+class KeepsCapsules:
+    """A service whose router has some capsules."""
+
+    def __init__(self, capsules: Mapping[str, Capsule]) -> None:
+        self.ready = {"model": "m"}
+        self._capsules = capsules
+
+    async def capsule(self, request_id: str) -> bytes | None:
+        found = self._capsules.get(request_id)
+        return None if found is None else seal(found)
+
+
+async def test_each_bad_answer_leaves_a_capsule_with_the_right_one(tmp_path: Path) -> None:
+    of_router = Capsule(
+        header=CapsuleHeader(request_id="gen-a", model="m", reason="failure"),
+        prompt_tokens=2,
+        prompt=[1, 2],
+        sampling={"temperature": 0.0},
+        answers=[CapsuleAnswer(tokens=[1, 9], spans=[CapsuleSpan("d", 0, 2)])],
+    )
+    run = run_of([Question(1, "greedy", (1, 2), SamplingParams(max_tokens=3, temperature=0.0))])
+    run.service = cast("Any", KeepsCapsules({"a": of_router}))
+    known = answer([1, 9], "a", "failed", "", request_id="a")
+    # Its router was killed, or it is a line of a batch.
+    unknown = replace(known, number=1 + REPEATED, request_id="", error="died", code="unavailable")
+    files = await keep_capsules("kill", run, [known, unknown], {1: WANT}, tmp_path / "capsules")
+    assert [x.rpartition("/")[2] for x in files] == ["kill-1.capsule", "kill-1000001.capsule"]
+    one, other = (unseal((tmp_path / x).read_bytes()) for x in files)
+    assert [x.header.reason for x in (one, other)] == ["chaos", "chaos"]
+    assert one.answers[0].spans == of_router.answers[0].spans
+    assert (other.prompt, other.sampling["max_tokens"], other.message) == ([1, 2], 3, "died")
+    for capsule in (one, other):
+        assert [(x.tokens, x.expected) for x in capsule.answers] == [([1, 9], [1, 2, 3])]
+    known.choices[0].token_ids = [4]
+    (file,) = await keep_capsules("kill", run, [known], {1: WANT}, tmp_path)
+    assert "the client received other tokens" in unseal((tmp_path / file).read_bytes()).message
 
 
 def test_questions_share_no_prompt_and_have_every_feature() -> None:
