@@ -75,14 +75,15 @@ def receipt_of(answer: Answer, charge: UsageCharge, *, admission_s: float) -> Re
     return receipt
 
 
-def sampled_by(answer: Answer) -> list[tuple[WorkerStream, int, int]]:
-    """Return who sampled the tokens of an answer: (stream, first token, end), in order."""
-    streams = [x for x in answer.streams if x.side is not Side.ENCODE and x.weights is not None]
+def sampled_by(streams: Sequence[WorkerStream], tokens: int) -> list[tuple[WorkerStream, int, int]]:
+    """Return who sampled the tokens of an answer with these streams: (stream, first token, end), in
+    order."""
+    streams = [x for x in streams if x.side is not Side.ENCODE and x.weights is not None]
     starts = [x.from_token for x in streams]
     for index, (before, stream) in enumerate(pairwise(streams), 1):
         if before.side is Side.PREFILL and stream.from_token == before.from_token:
             starts[index] += 1  # decode continues after the token that prefill samples
-    found, end = list[tuple["WorkerStream", int, int]](), len(answer.tokens)
+    found, end = list[tuple["WorkerStream", int, int]](), tokens
     for stream, start in zip(reversed(streams), reversed(starts), strict=True):
         if start < end:
             found.append((stream, start, end))
@@ -98,7 +99,7 @@ def _spans(answer: Answer) -> tuple[TokenSpan, ...]:
         return ()
     return tuple(
         TokenSpan(x.weights.version or "default", x.worker_id, start, end, answer.index)
-        for x, start, end in sampled_by(answer)
+        for x, start, end in sampled_by(answer.streams, len(answer.tokens))
         if x.weights is not None
     )
 

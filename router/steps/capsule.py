@@ -50,7 +50,7 @@ _SETTINGS = ("policy", "fetch_cached_kv", "lease_s", "health", "queue", "retry",
 
 
 class RecentEvidence(RecentRequests[Evidence]):
-    """Evidence of the last requests, bounded by number and by bytes."""
+    """Evidence of the last requests, one entry each, bounded by number and by bytes."""
 
     def __init__(self, size: int, most_bytes: int = _RECENT_BYTES) -> None:
         super().__init__(size)
@@ -59,14 +59,13 @@ class RecentEvidence(RecentRequests[Evidence]):
     def keep(self, request_id: str, entries: list[Evidence]) -> None:
         if not self.size:
             return
-        self._bytes += _size(entries) - _size(self._requests.pop(request_id, []))
+        (new,) = entries
+        if (former := self._requests.pop(request_id, None)) is not None:
+            self._bytes -= former[0].size
+        self._bytes += new.size
         self._requests[request_id] = entries
         while len(self._requests) > self.size or self._bytes > self._most_bytes:
-            self._bytes -= _size(self._requests.popitem(last=False)[1])
-
-
-def _size(entries: list[Evidence]) -> int:
-    return sum(x.size for x in entries)
+            self._bytes -= self._requests.popitem(last=False)[1][0].size
 
 
 class _Wanted(NamedTuple):

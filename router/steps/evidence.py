@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +19,6 @@ from pdserve.observe.capsules import (
     CapsuleSpan,
     CapsuleStream,
 )
-from router.attempt.answer import Discard
 from router.attempt.receipt import sampled_by
 from router.placement.decisions import explained
 
@@ -29,11 +27,10 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
     from pdserve.types import GenerateRequest, SamplingParams, WorkerInfo
-    from router.attempt.streams import Answer, WorkerStream
+    from router.attempt.streams import WorkerStream
     from router.placement.decisions import RecordedDecision
     from router.walk import RequestRecord
 
-_DISCARD = Discard()
 _FIXED_BYTES, _TOKEN_BYTES, _ID_BYTES = 4096, 36, 4  # a token of an answer is an int in a list
 # Fields of a registration that are not of interest, or are secret addresses.
 _WORKER_FIELDS = (
@@ -42,26 +39,31 @@ _WORKER_FIELDS = (
 )
 
 
+class EndedAnswer(Struct, frozen=True, eq=False):
+    """An answer without the connection of its client, which would stay in memory."""
+
+    index: int
+    tokens: Sequence[int]
+    finish_reason: str
+    retries: Sequence[str]
+    streams: Sequence[WorkerStream]
+    copies: Sequence[WorkerStream]
+
+
 class Evidence(Struct, frozen=True, eq=False, kw_only=True):
     """An ended request. Nothing is computed before a capsule is made, because few are. `now`: its
-    end, on the clock of the record."""
+    end, on the clock of the record. `size`: estimated bytes in memory."""
 
     request: GenerateRequest
     prompt_tokens: int
     record: RequestRecord
-    answers: Sequence[Answer]
+    answers: Sequence[EndedAnswer]
     decisions: Sequence[RecordedDecision]
     now: float
     unix_time: float
+    size: int
     code: str = ""
     message: str = ""
-
-    @property
-    def size(self) -> int:
-        """Estimated bytes in memory."""
-        tokens = sum([len(x.tokens) for x in self.answers])
-        ids = len(self.request.prompt_token_ids)
-        return _FIXED_BYTES + _TOKEN_BYTES * tokens + _ID_BYTES * ids
 
 
 def evidence_of(
@@ -75,18 +77,23 @@ def evidence_of(
 ) -> Evidence:
     """Return what is known of a request that just ended. It must be called before the record
     leaves the open requests, which forgets the answers."""
-    prompt = request.prompt_token_ids
+    prompt = request.prompt_token_ids if with_prompt else ()
+    answers = [
+        EndedAnswer(x.index, x.tokens, x.finish_reason, x.retries, x.streams, x.copies)
+        for x in record.answers
+    ]
+    size = _FIXED_BYTES + _ID_BYTES * len(prompt)
+    for answer in answers:
+        size += _TOKEN_BYTES * len(answer.tokens)
     return Evidence(
-        request=structs.replace(
-            request, prompt_token_ids=prompt if with_prompt else (), pixels=None, parsing=None
-        ),
-        prompt_tokens=len(prompt),
+        request=structs.replace(request, prompt_token_ids=prompt, pixels=None, parsing=None),
+        prompt_tokens=len(request.prompt_token_ids),
         record=record,
-        # Not the connection of the client, which would stay in memory.
-        answers=[replace(x, out=_DISCARD, kv_worker=None) for x in record.answers],
+        answers=answers,
         decisions=decisions,
         now=now,
         unix_time=time.time(),
+        size=size,
         code="" if error is None else error.code,
         message="" if error is None else error.message,
     )
@@ -142,9 +149,9 @@ def capsule_of(
     )
 
 
-def _answer(answer: Answer, expected: Sequence[int] | None) -> CapsuleAnswer:
+def _answer(answer: EndedAnswer, expected: Sequence[int] | None) -> CapsuleAnswer:
     spans = []
-    for stream, start, end in sampled_by(answer):
+    for stream, start, end in sampled_by(answer.streams, len(answer.tokens)):
         source = stream.pair[0] if stream.pair is not None else ""
         own = source in ("", stream.worker_id)
         spans.append(CapsuleSpan(stream.worker_id, start, end, "" if own else source))

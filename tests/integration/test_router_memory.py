@@ -49,6 +49,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     router: dict[str, Any] = {
         "policy": "slo_aware",
         "health": HealthConfig(stall_s=LEASE_S),
+        "capsules": {"recent": KEPT},
     }
     engine_args: dict[str, object] = {"prefix_cache": True, "total_blocks": 512}
     async with Cluster(
@@ -152,7 +153,10 @@ async def test_nothing_is_kept_of_workers_that_are_gone(cluster: Cluster) -> Non
 
 async def test_an_ended_request_is_freed_without_garbage_collection() -> None:
     """Cycles of objects would wait for a collection, which stops a busy router for 0.4 s."""
-    limits = {"queue": {"max_running_requests": 1, "max_queued_requests": 1}}
+    limits = {
+        "queue": {"max_running_requests": 1, "max_queued_requests": 1},
+        "capsules": {"recent": 0},  # evidence has the streams of a bounded number of requests
+    }
     async with Cluster(prefill=1, decode=1, router=limits) as cluster:
         await ask_at_once(cluster)
         gc.collect()
