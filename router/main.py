@@ -117,7 +117,8 @@ class RouterServer:
         )
         path = await enter(opening)
         period_s = limits.probe_period_s
-        control = await enter(open_control(config, path, served, probe_period_s=period_s))
+        controlled = open_control(config, path, served, probe_period_s=period_s, ledger=ledger)
+        control = await enter(controlled)
         store = await enter(open_store(config.store, router_id))
         intake = await enter(open_intake(config, path, store.responses, ledger))
         chooser = await enter(open_chooser(config, path, intake))

@@ -56,7 +56,7 @@ _COUNTERS = (
     *("forwarded_requests", "forward_failures", "peer_requests"),
     *("api_responses", "guard_verdicts"),
     *("prompt_tokens", "cached_tokens", "generation_tokens", "kv_transfer_bytes"),
-    *("pair_probes", "worker_probes", "parser_restarts"),
+    *("audits", "pair_probes", "worker_probes", "parser_restarts"),
     *("body_process_failures", "responses_not_stored", "revision_requests"),
     *("tenant_answers", "tenant_tokens", "tenant_refusals", "tenant_cost"),
     *("session_turns", "recomputed_tokens", "fetched_images"),
@@ -181,6 +181,10 @@ class RouterMetrics(Collector):
             ("peer_delay_seconds", rows(lambda x: x.delay_s)),
             ("router_draining", lambda: [((), peers.draining)]),
         ]
+
+    def watch_audits(self, suspects: Callable[[], Iterable[Row]]) -> None:
+        """Add the suspects of audits, read at each scrape."""
+        self._readings.append(("audit_suspects", suspects))
 
     def watch_sessions(self, count: Callable[[], int]) -> None:
         """Add the number of sessions, read at each scrape."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ from router.serve import Answering, EmbeddingServer, EmbedSteps, GenerateSteps, 
 from router.steps.account import AccountPoolingStep, AccountStep
 from router.steps.adapters import AdaptersStep
 from router.steps.admit import AdmitStep
+from router.steps.audit import AuditQueue, AuditStep
 from router.steps.capsule import NO_CAPSULES, CapsuleStep
 from router.steps.forward import ForwardStep
 from router.steps.guard import GuardStep
@@ -91,6 +93,7 @@ class RequestPath:
     also moves answers off a worker. `embeddings` places embeddings. `open_adapters` counts the open
     requests of each LoRA adapter. `peers`: the other regions. `load`: of this region.
     requests of each LoRA adapter. `guards` check answers in the path, and prompts before it.
+    `audits`: the answers that wait for an audit, None without audits.
     """
 
     workers: OpenedFleet
@@ -113,6 +116,7 @@ class RequestPath:
     load: RegionLoad
     guards: Guards
     capsules: Capsules
+    audits: AuditQueue | None
 
     async def admit_queued(self) -> None:
         """Admit queued requests whenever a worker or room is available. Runs until cancelled."""
@@ -234,6 +238,7 @@ def build_request_path(
     )
     embedder = EmbeddingServer(embed, embedding, fleet.now)
     guards = guards_of(embedder.embed)
+    audits = AuditQueue(config.audit.max_waiting) if config.audit.is_on else None
     generate = GenerateSteps(
         log=LogStep(log, metrics, models.models, fleet.now),
         trace=TraceStep(tracing),
@@ -259,6 +264,9 @@ def build_request_path(
         session=SessionStep(sessions, metrics),
         admit=AdmitStep(admission, placer, fleet.now, leaves),
         ledger=LedgerStep(ledger),
+        audit=None
+        if audits is None
+        else AuditStep(config.audit, audits, metrics.count, fleet.now, random.random),
         account=AccountStep(billing, metrics, costs, fleet),
     )
     return RequestPath(
@@ -282,6 +290,7 @@ def build_request_path(
         load=load,
         guards=guards,
         capsules=capsules,
+        audits=audits,
     )
 
 

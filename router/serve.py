@@ -1,7 +1,7 @@
 """What happens to a request. Read this file first.
 
     log ─ trace ─ media ─ guard ─ parse ─ adapters ─ poison ─ forward ─ capsule ─ session ─ admit
-                                                                 ─ ledger ─ account ─► answers
+                                                         ─ ledger ─ audit ─ account ─► answers
 
 A request walks the steps, outermost first; each is a file in `router/steps/`. At the end each of
 its answers is generated in one or more attempts by one loop (`_answer`):
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from router.steps.account import AccountPoolingStep, AccountStep
     from router.steps.adapters import AdaptersStep
     from router.steps.admit import AdmitStep
+    from router.steps.audit import AuditStep
     from router.steps.capsule import CapsuleStep
     from router.steps.forward import ForwardStep
     from router.steps.guard import GuardStep
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
 
 class GenerateSteps(NamedTuple):
     """The steps of a request that generates, outermost first. A new step is a field here.
-    `guard`: None without guards. `capsule`: None if no evidence is kept."""
+    `guard`: None without guards. `capsule`: None if no evidence is kept. `audit`: None without
+    audits."""
 
     log: LogStep
     trace: TraceStep
@@ -73,6 +75,7 @@ class GenerateSteps(NamedTuple):
     session: SessionStep
     admit: AdmitStep
     ledger: LedgerStep
+    audit: AuditStep | None
     account: AccountStep
 
 

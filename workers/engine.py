@@ -135,6 +135,7 @@ class Work:
     # Expected time until the session's next turn, 0 if unknown. None without a session.
     next_turn_s: float | None = None
     no_tiers: bool = False  # its KV must not be stored in tiers
+    scored_from: int = 0  # first prompt token whose logprob is reported
 
     @property
     def has_all_media(self) -> bool:

@@ -27,6 +27,7 @@ NAVIGATION = {
         "model-tiers",
         "kv_transfer",
         "failures",
+        "audit",
         "vllm",
     ),
     "Operate": ("deploy", "operations", "capsules", "runbooks", "gpu"),

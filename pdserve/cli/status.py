@@ -93,6 +93,7 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
         "roles": [wire.json_object(roles) for roles in listed.roles],
         "disaggregation": [wire.json_object(model) for model in listed.disaggregation],
         "on_demand": [wire.json_object(model) for model in listed.on_demand],
+        "audits": [wire.json_object(model) for model in listed.audits],
         "tools": [wire.json_object(model) for model in listed.tools],
     }
 
@@ -200,6 +201,7 @@ def _show(address: str, found: dict[str, Any]) -> None:
         ],
         "roles by load": [f"{row['model']}: {row['text']}" for row in found["roles"]],
         "P/D helps here": [f"{row['model']}: {row['text']}" for row in found["disaggregation"]],
+        "audits of answers": [f"{row['model']}: {row['text']}" for row in found["audits"]],
         "tools": [f"{row['model']}: {row['text']}" for row in found["tools"]],
         "other regions": [_peer(x) for x in found["peers"]],
         "drains": ["new requests go to other regions"] if found["draining"] else [],

@@ -36,6 +36,7 @@ from pdserve.config.process import LogConfig, TopologyConfig
 from pdserve.config.router import (
     GLOBAL,
     LIVE_KEYS,
+    AuditConfig,
     CapsulesConfig,
     GrpcConfig,
     HealthConfig,
@@ -88,6 +89,7 @@ __all__ = [
     "MOVE_S",
     "UNPIN_S",
     "AccessConfig",
+    "AuditConfig",
     "CapsulesConfig",
     "ClassifierConfig",
     "Config",

@@ -200,6 +200,47 @@ class PeerConfig(Section, frozen=True):
             refuse("address", f"{self.address!r} is not host:port")
 
 
+class AuditConfig(Section, frozen=True):
+    """Audits: an answer is computed again on an idle worker, and the tokens are compared."""
+
+    one_in: Annotated[
+        Count,
+        about("""One in this many answers of a model is audited: one that was handed over, moved or
+        resumed, or used cached KV, more probably than another. 0: none."""),
+    ] = 0
+    models: Annotated[
+        dict[Text, Count], about("`one_in` for single models, by name: `{m: 100}`.")
+    ] = field(default_factory=dict)
+    tenants: Annotated[
+        dict[Text, Count],
+        about("`one_in` for single tenants, by name. It precedes `models`; 0: never."),
+    ] = field(default_factory=dict)
+    margin: Annotated[
+        Amount,
+        about("""Largest difference of two logprobs that counts as a near tie, in nats. 0: by the
+        model's dtype, 0.01 for float32 and 0.5 for others."""),
+    ] = 0.0
+    max_tokens: Annotated[
+        Positive, about("Largest prompt and answer together that are audited, in tokens.")
+    ] = 4096
+    max_waiting: Annotated[
+        Positive, about("Answers that may wait for an idle worker. More are skipped.")
+    ] = 64
+    max_age_s: Annotated[
+        Duration, about("Seconds that an answer waits for an idle worker before it is skipped.")
+    ] = 600.0
+    eject_s: Annotated[
+        Seconds,
+        about("""Seconds for which a worker, or a pair of workers, gets no requests after a second
+        difference. `health.eject_s` of 0 disables this, too."""),
+    ] = 3600.0
+
+    @property
+    def is_on(self) -> bool:
+        """True if some answer may be audited."""
+        return any((self.one_in, *self.models.values(), *self.tenants.values()))
+
+
 class RolesConfig(Section, frozen=True):
     """When the router moves workers between prefill and decode."""
 
@@ -425,6 +466,7 @@ class RouterConfig(Section, frozen=True):
     access: RouterAccessConfig = RouterAccessConfig()
     roles: RolesConfig = RolesConfig()
     health: HealthConfig = HealthConfig()
+    audit: AuditConfig = AuditConfig()
     topology: TopologyConfig = TopologyConfig()
     residency: ResidencyConfig = ResidencyConfig()
     peers: Annotated[
@@ -479,6 +521,8 @@ class RouterConfig(Section, frozen=True):
         self._check_regions()
         self._check_peers()
         self._check_guards(names)
+        if unknown := [x for x in self.audit.tenants if x not in names]:
+            refuse("audit.tenants", f"{unknown[0]!r} is none of router.tenants")
         self._check_virtual_models(names)
         if self.http.shared_port and self.http.shared_port == self.grpc.port:
             refuse("http.shared_port", "must differ from grpc.port")

@@ -335,6 +335,17 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
                 "",
                 "Pairs of workers that are not used because their KV transfers failed.",
             ),
+            _counter(
+                "audits",
+                "model result",
+                "Audited answers: same, different, or skipped because the answer, its weights or "
+                "the load did not allow it.",
+            ),
+            _gauge(
+                "audit_suspects",
+                "model",
+                "Workers and pairs of workers with a different answer in the last day.",
+            ),
             _counter("pair_probes", "model outcome", "Active health checks of pairs of workers."),
             _counter("worker_probes", "model outcome", "Active health checks of single workers."),
             _histogram(

@@ -529,7 +529,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology", "needs", "on_demand", "tools", "peers", "draining")
+    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation", "topology", "needs", "on_demand", "tools", "peers", "draining", "audits")
     class TopologyEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -547,6 +547,7 @@ class ListWorkersResponse(_message.Message):
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
     roles: _containers.RepeatedCompositeFieldContainer[ModelNote]
@@ -557,7 +558,8 @@ class ListWorkersResponse(_message.Message):
     tools: _containers.RepeatedCompositeFieldContainer[ModelNote]
     peers: _containers.RepeatedCompositeFieldContainer[PeerEntry]
     draining: bool
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ..., needs: _Optional[_Iterable[_Union[RoleNeed, _Mapping]]] = ..., on_demand: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerEntry, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    audits: _containers.RepeatedCompositeFieldContainer[ModelNote]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., topology: _Optional[_Mapping[str, str]] = ..., needs: _Optional[_Iterable[_Union[RoleNeed, _Mapping]]] = ..., on_demand: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[PeerEntry, _Mapping]]] = ..., draining: _Optional[bool] = ..., audits: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ...) -> None: ...
 
 class PeerEntry(_message.Message):
     __slots__ = ("region", "address", "reason", "delay_s", "models")
@@ -670,7 +672,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s", "weights_sequence", "no_tiers")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s", "weights_sequence", "no_tiers", "scored_from")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -690,6 +692,7 @@ class Submit(_message.Message):
     NEXT_TURN_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NO_TIERS_FIELD_NUMBER: _ClassVar[int]
+    SCORED_FROM_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -709,7 +712,8 @@ class Submit(_message.Message):
     next_turn_s: float
     weights_sequence: int
     no_tiers: bool
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ..., weights_sequence: _Optional[int] = ..., no_tiers: _Optional[bool] = ...) -> None: ...
+    scored_from: int
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ..., weights_sequence: _Optional[int] = ..., no_tiers: _Optional[bool] = ..., scored_from: _Optional[int] = ...) -> None: ...
 
 class ReasoningGate(_message.Message):
     __slots__ = ("parser", "kwargs_json")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pdserve.observe.capsules import CapsuleHeader
     from pdserve.types import Account
     from router.control.adapters import ServedAdapters
+    from router.control.audits import Auditor
     from router.control.autoscaler import Autoscaler
     from router.control.open import WorkerControl
     from router.fleet.view import WorkerView
@@ -70,12 +71,13 @@ class RegistryService(RegistryServicer):
         autoscaler: Autoscaler,
         served: ServedAdapters,
         tool_remarks: Callable[[], list[tuple[str, str]]],
+        auditor: Auditor | None = None,
     ) -> None:
         """`served` follows the adapters that workers report. `tool_remarks` returns models and why
         their tool calls are limited."""
         self._path, self._autoscaler, self._served = path, autoscaler, served
         self._fleet, self._billing = path.workers.fleet, path.workers.billing
-        self._tool_remarks = tool_remarks
+        self._tool_remarks, self._auditor = tool_remarks, auditor
 
     async def Register(  # noqa: N802
         self, request: w.RegisterRequest, context: Context
@@ -172,6 +174,9 @@ class RegistryService(RegistryServicer):
             ],
             on_demand=[w.ModelNote(model=x, text=text) for x, text in self._path.on_demand.texts()]
             if self._path.on_demand is not None
+            else (),
+            audits=[w.ModelNote(model=x, text=text) for x, text in self._auditor.texts()]
+            if self._auditor is not None
             else (),
             tools=[w.ModelNote(model=x, text=text) for x, text in self._tool_remarks()],
             disaggregation=[

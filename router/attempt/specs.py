@@ -72,6 +72,14 @@ def aggregated(request: GenerateRequest, held: Reservation) -> list[StreamSpec]:
     return [StreamSpec(Side.DECODE, held.decode_charge, None, partial(_build, request, command))]
 
 
+def audit(request: GenerateRequest, held: Reservation, scored_from: int) -> list[StreamSpec]:
+    """Let one worker compute a prompt, for its logprobs from token `scored_from` on."""
+    command = w.Command()
+    command.submit.aggregated.SetInParent()
+    command.submit.scored_from = scored_from
+    return [StreamSpec(Side.DECODE, held.decode_charge, None, partial(_build, request, command))]
+
+
 def pooling(
     request: GenerateRequest, held: Reservation, _: Moved | None = None
 ) -> list[StreamSpec]:

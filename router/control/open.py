@@ -10,22 +10,26 @@ from typing import TYPE_CHECKING
 from pdserve.background import background
 from pdserve.net.sockets import join_address
 from router.control.adapters import Adapters, ServedAdapters
+from router.control.audits import Auditor
 from router.control.autoscaler import Autoscaler, role_loads, roles_wanted
 from router.control.drain import Drainer, RouterDrainer
 from router.control.probes import PERIOD_S, ActiveHealthChecks
 from router.control.role_change import RoleChanger
 from router.control.weights import WeightUpdates
+from router.steps.ledger import NO_LEDGER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.config import RouterConfig
     from router.request_path import RequestPath
+    from router.steps.ledger import ResidencyLedger
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerControl:
-    """Operations on workers for the APIs. `served`: the LoRA adapters that requests may name."""
+    """Operations on workers for the APIs. `served`: the LoRA adapters that requests may name.
+    `auditor`: None without audits."""
 
     weights: WeightUpdates
     changer: RoleChanger
@@ -34,6 +38,7 @@ class WorkerControl:
     router_drainer: RouterDrainer
     adapters: Adapters
     served: ServedAdapters
+    auditor: Auditor | None
 
 
 @asynccontextmanager
@@ -43,6 +48,7 @@ async def open_control(
     served: ServedAdapters,
     *,
     probe_period_s: float = PERIOD_S,
+    ledger: ResidencyLedger = NO_LEDGER,
 ) -> AsyncIterator[WorkerControl]:
     """Open the parts for the context, and export their decisions as metrics. `probe_period_s`:
     seconds between two probes of suspended workers and ejected pairs."""
@@ -59,7 +65,22 @@ async def open_control(
     checks = ActiveHealthChecks(fleet, links, metrics, period_s=probe_period_s)
     owner = f"router {join_address(config.grpc.host, config.grpc.port)}"
     weights = WeightUpdates(fleet, dialer, config.weights, owner, metrics.count)
+    auditor = None
+    if (queue := path.audits) is not None:
+        auditor = Auditor(
+            fleet,
+            links,
+            path.admission,
+            queue,
+            config.audit,
+            workers.billing,
+            ledger,
+            metrics.count,
+        )
+        metrics.watch_audits(auditor.suspects)
     async with AsyncExitStack() as stack:
+        if auditor is not None:
+            await stack.enter_async_context(background("audits", auditor.run))
         stack.push_async_callback(weights.close)
         stack.push_async_callback(adapters.close)
         for name, run in (
@@ -80,4 +101,5 @@ async def open_control(
             RouterDrainer(path.peers, path.admission),
             adapters,
             served,
+            auditor,
         )

@@ -126,16 +126,20 @@ class Breaker:
             return False
         return self.trip(now, reason)
 
-    def trip(self, now: float, reason: str) -> bool:
-        """Open the breaker. Return False if it was open already; then only the reason changes."""
+    def trip(self, now: float, reason: str, *, least_s: float = 0.0) -> bool:
+        """Open the breaker, for `least_s` at least. Return False if it was open already; then only
+        the reason and that time change."""
         self.failures += 1
         self.reason = reason
-        if not self.open_s or self.state(now) is BreakerState.OPEN:
+        if not self.open_s:
             return False
-        # Doubled each time, so that a worker that keeps failing is probed ever less often.
-        self.seconds = min(2 * self.seconds, 8 * self.open_s) or self.open_s
-        self.until = now + self.seconds
-        return True
+        was_open = self.state(now) is BreakerState.OPEN
+        if not was_open:
+            # Doubled each time, so that a worker that keeps failing is probed ever less often.
+            self.seconds = min(2 * self.seconds, 8 * self.open_s) or self.open_s
+            self.until = now + self.seconds
+        self.until = max(self.until or 0.0, now + least_s)
+        return not was_open
 
     def success(self) -> None:
         """Reset the count of failures. Ignored while the breaker is not closed: the request began
@@ -164,9 +168,10 @@ class OutlierEjection:
         self._seconds = seconds
         self.breakers: dict[Pair, Breaker] = {}
 
-    def corrupted(self, pair: Pair, now: float, reason: str) -> None:
-        """Record KV that was damaged in transfer, also after one repeat. Ejects the pair."""
-        self._breaker(pair, now).trip(now, reason)
+    def corrupted(self, pair: Pair, now: float, reason: str, *, least_s: float = 0.0) -> None:
+        """Record KV that was damaged in transfer, also after one repeat, or gave wrong tokens.
+        Ejects the pair, for `least_s` at least."""
+        self._breaker(pair, now).trip(now, reason, least_s=least_s)
 
     def failed(self, pair: Pair, now: float, reason: str) -> bool:
         """Record a failed transfer. Return True if it ejects the pair."""

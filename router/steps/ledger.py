@@ -95,14 +95,16 @@ class LedgerStep:
             return await proceed(walk)
         finally:
             for answer in walk.record.answers:
-                self._write(walk.request, answer)
+                write_transfers(self._ledger, walk.request, answer)
 
-    def _write(self, request: GenerateRequest, answer: Answer) -> None:
-        regions = {ROUTER: self._ledger.region}
-        for stream in (*answer.copies, *answer.streams):
-            regions[stream.worker_id] = stream.member.info.topology.get("region", "")
-        for transfer in transfers(answer, request):
-            self._ledger.moved(request.tenant, request.request_id, transfer, regions)
+
+def write_transfers(ledger: ResidencyLedger, request: GenerateRequest, answer: Answer) -> None:
+    """Write the transfers of an answer."""
+    regions = {ROUTER: ledger.region}
+    for stream in (*answer.copies, *answer.streams):
+        regions[stream.worker_id] = stream.member.info.topology.get("region", "")
+    for transfer in transfers(answer, request):
+        ledger.moved(request.tenant, request.request_id, transfer, regions)
 
 
 def transfers(answer: Answer, request: GenerateRequest) -> Iterator[DataTransfer]:

@@ -217,6 +217,7 @@ class EngineProcess:
         media: Sequence[MediaItem] = (),
         next_turn_s: float | None = None,
         no_tiers: bool = False,
+        scored_from: int = 0,
     ) -> int:
         """Submit work and return its stream id."""
         stream_id = next(self._ids)
@@ -231,6 +232,7 @@ class EngineProcess:
             media=tuple(media),
             next_turn_s=next_turn_s,
             no_tiers=no_tiers,
+            scored_from=scored_from,
         )
         self._answers[stream_id] = EngineAnswer()
         write_frame(self._writer, ("submit", work))

@@ -106,6 +106,7 @@ def work_from_pb(
         media=wire.media_from_pb(submit.media, len(submit.prompt_token_ids)),
         next_turn_s=max(0.0, submit.next_turn_s) if submit.HasField("next_turn_s") else None,
         no_tiers=submit.no_tiers,
+        scored_from=submit.scored_from,
     )
 
 

@@ -170,9 +170,9 @@ class FakeEngine:
         else:
             if isinstance(work.phase, PrefillPhase):
                 self._producer.open(work.phase.transfer_id, work)
-            sequence = Sequence(
-                work, self._model.vocab_size, blocks, self._now(), weights=self._weights
-            )
+            weights = f"{self._weights} wrong" if self.faults.computes_wrong else self._weights
+            vocab_size = self._model.vocab_size
+            sequence = Sequence(work, vocab_size, blocks, self._now(), weights=weights)
             self._waiting[work.stream_id] = sequence
         self._producer.pool.changed.set()
 
@@ -433,7 +433,8 @@ class FakeEngine:
             size = handoff.blocks * _BLOCK_BYTES
             took_s, exposed_s = self._now() - began, handoff.exposed_s
             report = TransferReport(took_s, exposed_s, size, handoff.blocks, "fake")
-            sequence.receive(handoff, report)
+            producer, wrong = phase.producer_instance_id, self.faults.wrong_kv_from
+            sequence.receive(handoff, report, is_wrong=matches(wrong, producer))
             self._running[stream_id] = sequence
             if self._cache is not None:
                 self._cache.keep(sequence.work)

@@ -92,6 +92,22 @@ def experts_of(token_ids: Sequence[int]) -> RoutedExperts:
     return RoutedExperts(layers=2, per_token=2, id_bytes=1, ids=b"".join(ids))
 
 
+def scores_of(
+    kv: bytes, answer: Sequence[int], seed: int | None, vocab_size: int, alternatives: int
+) -> tuple[PositionLogprobs, ...]:
+    """Return the logprobs of tokens as an answer after `kv`: those of the model's own tokens, or 1
+    less for others."""
+    found = []
+    for token in answer:
+        best = logprobs_of(next_token(kv, seed, vocab_size, ()), alternatives)
+        mine = best.sampled
+        if token != mine.token_id:
+            mine = TokenLogprob(token, text_of(token), mine.logprob - 1.0, 2)
+        found.append(PositionLogprobs(mine, best.top))
+        kv = extend(kv, (token,))
+    return tuple(found)
+
+
 class Text:
     """Incremental text of one sequence, as in vLLM: stop strings, and text held back while a stop
     string may be forming. State: all text, and how much of it was reported."""

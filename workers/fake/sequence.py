@@ -51,13 +51,15 @@ class Sequence:
         assert self.kv is not None
         return FakeKv(self.kv, self.blocks, self.generated[-1])
 
-    def receive(self, handoff: FakeKv, report: TransferReport) -> None:
-        """Take KV and first token from a prefill, or the KV alone from an engine that decoded."""
+    def receive(self, handoff: FakeKv, report: TransferReport, *, is_wrong: bool = False) -> None:
+        """Take KV and first token from a prefill, or the KV alone from an engine that decoded. Use
+        other KV in its place if `is_wrong`."""
         phase = self.work.phase
         if not (isinstance(phase, DecodePhase) and phase.live):
             self.generated.append(handoff.token)
             self.text.resume([handoff.token])
-        self.kv, self.transfer = handoff.kv, report
+        self.kv = model.kv_of((), handoff.kv.hex()) if is_wrong else handoff.kv
+        self.transfer = report
 
     def advance(self, now: float) -> StreamDelta:
         """Generate one token."""
@@ -93,7 +95,7 @@ class Sequence:
             logprobs = (model.logprobs_of(token, sampling.logprobs),)
         delta = StreamDelta(stream_id, (token,), logprobs=logprobs, stop_reason=stop)
         if is_first and (count := self.work.prompt_logprobs) is not None:
-            delta.prompt_logprobs = model.prompt_logprobs_of(self.work.prompt_token_ids, count)
+            delta.prompt_logprobs = self._prompt_logprobs(count)
         if sampling.routed_experts:
             before = (*self.work.prompt_token_ids, *self.generated[:-1])
             is_whole = is_first and self.work.needs_whole_prompt
@@ -104,6 +106,16 @@ class Sequence:
         if is_full or isinstance(self.work.phase, PrefillPhase):
             return self.end(delta, FinishReason.LENGTH, now, goes_on=not is_full)
         return replace(delta, text=self.text.take(finished=False))
+
+    def _prompt_logprobs(self, alternatives: int) -> tuple[PositionLogprobs, ...]:
+        """Return the logprobs of the prompt. From `scored_from` on they are those of an answer to
+        the tokens before; without it, each token counts as the likeliest."""
+        work, start = self.work, self.work.scored_from
+        if not start:
+            return model.prompt_logprobs_of(work.prompt_token_ids, alternatives)
+        prompt, answer = work.prompt_token_ids[:start], work.prompt_token_ids[start:]
+        kv = model.kv_of(prompt, work.adapter + self.weights, work.media)
+        return model.scores_of(kv, answer, work.sampling.seed, self.vocab_size, alternatives)
 
     def end(
         self, last: StreamDelta, reason: FinishReason, now: float, *, goes_on: bool = False

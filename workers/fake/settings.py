@@ -19,10 +19,13 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class FakeFaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Faults. The first two are patterns (`*`, `?`) over request ids; "" matches none."""
+    """Faults. The first three are patterns (`*`, `?`), the first two over request ids; "" matches
+    none."""
 
     fail_prefill: str = ""  # the prefill of such a request ends with worker_failed
     drop_transfer: str = ""  # the transfer of such a request fails
+    wrong_kv_from: str = ""  # KV from producers with such an instance id is taken for other KV
+    computes_wrong: bool = False  # tokens of new requests are those of other weights
     delay_transfer_s: Seconds = 0.0  # is added to every transfer
     cannot_compute: bool = (
         False  # the engine fails when it computes for the first time, at its start

@@ -298,6 +298,8 @@ class EngineStreams:
         if work.prompt_logprobs is None or not output.prompt_logprobs:
             return ()
         _, *scored = output.prompt_logprobs
+        if start := work.scored_from:
+            return sampling.from_vllm_logprobs(scored[start - 1 :], work.prompt_logprobs)
         token_id, tokenizer = work.prompt_token_ids[0], self._engine.get_tokenizer()
         first = TokenLogprob(token_id, tokenizer.decode([token_id]), 0.0, 0)
         others = sampling.from_vllm_logprobs(scored, work.prompt_logprobs)
