@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pdserve.observe.telemetry import Tracing
     from pdserve.types import Adapter, GenerateRequest
     from router.fleet.open import OpenedFleet
+    from router.fleet.registry import Fleet
     from router.guardrails.guard import Guards
     from router.guardrails.open import GuardsOf
     from router.metrics import RouterMetrics
@@ -196,6 +197,115 @@ def _build_answering(
     return generating, embedding
 
 
+class _Kept(NamedTuple):
+    """Parts that remember something between requests."""
+
+    models: ServedModels
+    on_demand: OnDemandModels | None
+    log: RequestLog
+    sessions: Sessions
+    media_memory: MediaMemory
+    open_adapters: AdaptersStep
+
+
+def _build_kept(
+    config: RouterConfig,
+    fleet: Fleet,
+    adapters: Mapping[str, Adapter],
+    peers: RegionPeers,
+    limits: PathLimits,
+) -> _Kept:
+    on_demand = None
+    if names := config.on_demand_models:
+        on_demand = OnDemandModels(names, fleet, adapters, config.queue)
+    return _Kept(
+        ServedModels(fleet, adapters, on_demand, peers),
+        on_demand,
+        make_log(limits.records_kept),
+        Sessions(fleet.now, idle_s=config.session_idle_s),
+        MediaMemory(config.images.memory_mib << 20, config.images.disk_mib << 20),
+        AdaptersStep(),
+    )
+
+
+class _Regions(NamedTuple):
+    """The other regions, this one's load, which requests may leave, and where data was."""
+
+    peers: RegionPeers
+    load: RegionLoad
+    leaves: Callable[[GenerateRequest], bool]
+    ledger: ResidencyLedger
+
+
+class _OptionalSteps(NamedTuple):
+    """Steps that depend on the configuration."""
+
+    trace: TraceStep
+    guard: GuardStep | None
+    parse: RequestStep
+    capsule: CapsuleStep | None
+    audit: AuditStep | None
+
+
+def _build_steps(
+    workers: OpenedFleet,
+    placing: _Placing,
+    kept: _Kept,
+    regions: _Regions,
+    optional: _OptionalSteps,
+    poison: PoisonStep,
+    budget: RetryBudget,
+    metrics: RouterMetrics,
+) -> GenerateSteps:
+    fleet, costs, admission = workers.fleet, placing.costs, placing.admission
+    return GenerateSteps(
+        log=LogStep(kept.log, metrics, kept.models.models, fleet.now),
+        trace=optional.trace,
+        media=MediaStep(kept.media_memory),
+        guard=optional.guard,
+        parse=optional.parse,
+        adapters=kept.open_adapters,
+        poison=poison,
+        forward=ForwardStep(
+            regions.peers,
+            regions.load,
+            kept.models.models,
+            kept.sessions,
+            fleet=fleet,
+            costs=costs,
+            admission=admission,
+            budget=budget,
+            metrics=metrics,
+            decisions=placing.decisions,
+            ledger=regions.ledger,
+        ),
+        capsule=optional.capsule,
+        session=SessionStep(kept.sessions, metrics),
+        admit=AdmitStep(admission, placing.placer, fleet.now, regions.leaves),
+        ledger=LedgerStep(regions.ledger),
+        audit=optional.audit,
+        account=AccountStep(workers.billing, metrics, costs, fleet),
+    )
+
+
+def _build_embedder(
+    workers: OpenedFleet,
+    placing: _Placing,
+    embedding: Answering,
+    poison: PoisonStep,
+    ledger: ResidencyLedger,
+    metrics: RouterMetrics,
+) -> EmbeddingServer:
+    steps = EmbedSteps(
+        outcomes=CountInputsStep(metrics),
+        poison=poison,
+        admit=AdmitStep(placing.admission, placing.pooling, workers.fleet.now),
+        ledger=LedgerStep(ledger),
+        account=AccountPoolingStep(workers.billing, metrics.count),
+    )
+    return EmbeddingServer(steps, embedding, workers.fleet.now)
+
+
 def build_request_path(
     config: RouterConfig,
     workers: OpenedFleet,
@@ -212,80 +322,48 @@ def build_request_path(
 ) -> RequestPath:
     """Build the request path. The simulator and tests use this too. `adapters`: the served LoRA
     adapters by name. `peers`: None for no other region. `guards_of`: see open_guards."""
-    fleet, billing = workers.fleet, workers.billing
+    fleet = workers.fleet
     peers = RegionPeers(config.topology.region) if peers is None else peers
     placing = _build_placing(config, workers, limits)
+    kept = _build_kept(config, fleet, adapters, peers, limits)
+    load = RegionLoad(fleet, placing.costs, placing.admission, adapters)
+    regions = _Regions(peers, load, partial(can_leave, peers, load), ledger)
     budget = RetryBudget(config.retry.tokens_per_s)
-    costs, admission, shares, decisions, placer, pooling, suspects = placing
-    load = RegionLoad(fleet, costs, admission, adapters)
-    leaves = partial(can_leave, peers, load)
     generating, embedding = _build_answering(
-        config, workers, placing, metrics, limits, budget, leaves
+        config, workers, placing, metrics, limits, budget, regions.leaves
     )
-    on_demand = None
-    if names := config.on_demand_models:
-        on_demand = OnDemandModels(names, fleet, adapters, config.queue)
-    models = ServedModels(fleet, adapters, on_demand, peers)
-    log, sessions = make_log(limits.records_kept), Sessions(fleet.now, idle_s=config.session_idle_s)
-    memory = MediaMemory(config.images.memory_mib << 20, config.images.disk_mib << 20)
-    open_adapters, poison = AdaptersStep(), PoisonStep(suspects)
-    embed = EmbedSteps(
-        outcomes=CountInputsStep(metrics),
-        poison=poison,
-        admit=AdmitStep(admission, pooling, fleet.now),
-        ledger=LedgerStep(ledger),
-        account=AccountPoolingStep(billing, metrics.count),
-    )
-    embedder = EmbeddingServer(embed, embedding, fleet.now)
+    poison = PoisonStep(placing.suspects)
+    embedder = _build_embedder(workers, placing, embedding, poison, ledger, metrics)
     guards = guards_of(embedder.embed)
     audits = AuditQueue(config.audit.max_waiting) if config.audit.is_on else None
-    generate = GenerateSteps(
-        log=LogStep(log, metrics, models.models, fleet.now),
-        trace=TraceStep(tracing),
-        media=MediaStep(memory),
-        guard=GuardStep(guards) if guards else None,
-        parse=parse,
-        adapters=open_adapters,
-        poison=poison,
-        forward=ForwardStep(
-            peers,
-            load,
-            models.models,
-            sessions,
-            fleet=fleet,
-            costs=costs,
-            admission=admission,
-            budget=budget,
-            metrics=metrics,
-            decisions=decisions,
-            ledger=ledger,
-        ),
-        capsule=CapsuleStep(capsules, decisions, fleet.now) if capsules.is_on else None,
-        session=SessionStep(sessions, metrics),
-        admit=AdmitStep(admission, placer, fleet.now, leaves),
-        ledger=LedgerStep(ledger),
-        audit=None
-        if audits is None
-        else AuditStep(config.audit, audits, metrics.count, fleet.now, random.random),
-        account=AccountStep(billing, metrics, costs, fleet),
+    audit = None
+    if audits is not None:
+        audit = AuditStep(config.audit, audits, metrics.count, fleet.now, random.random)
+    optional = _OptionalSteps(
+        TraceStep(tracing),
+        GuardStep(guards) if guards else None,
+        parse,
+        CapsuleStep(capsules, placing.decisions, fleet.now) if capsules.is_on else None,
+        audit,
     )
+    generate = _build_steps(workers, placing, kept, regions, optional, poison, budget, metrics)
     return RequestPath(
         workers=workers,
         metrics=metrics,
         server=RequestServer(generate, generating, fleet.now),
         embedder=embedder,
         generating=generating,
-        embeddings=pooling,
-        models=models,
-        admission=admission,
-        costs=costs,
-        shares=shares,
-        decisions=decisions,
-        log=log,
-        sessions=sessions,
-        media_memory=memory,
-        open_adapters=open_adapters,
-        on_demand=on_demand,
+        embeddings=placing.pooling,
+        models=kept.models,
+        admission=placing.admission,
+        costs=placing.costs,
+        shares=placing.shares,
+        decisions=placing.decisions,
+        log=kept.log,
+        sessions=kept.sessions,
+        media_memory=kept.media_memory,
+        open_adapters=kept.open_adapters,
+        on_demand=kept.on_demand,
         peers=peers,
         load=load,
         guards=guards,

@@ -148,13 +148,13 @@ class WorkerService:
 
     def watch_cache(self, link: RouterLink) -> None:
         """Send a snapshot of the prefix cache, in parts, and its changes from now on."""
-        link.watches_cache = True
+        link.reported.watches_cache = True
         for part in self.cache.snapshot():
             link.send(w.StepFrame(cache=part))
 
     def _on_cache(self, change: CacheChange) -> None:
         self.cache.apply(change)
-        watching = [link for link in self._links.values() if link.watches_cache]
+        watching = [link for link in self._links.values() if link.reported.watches_cache]
         if watching:
             frame = w.StepFrame(cache=change_to_pb(change))
             for link in watching:
@@ -265,14 +265,14 @@ class WorkerService:
 
     def _frame(self, link: RouterLink) -> w.StepFrame:
         """Return a frame with the load, and with step costs if they are due."""
-        link.reported_load = load = self.load()
+        link.reported.load = load = self.load()
         frame = w.StepFrame(load=None if load is None else wire.load_to_pb(load))
         now = asyncio.get_running_loop().time()
-        if now - link.steps_reported_at >= STEPS_PERIOD_S:
+        if now - link.reported.steps_at >= STEPS_PERIOD_S:
             recorder = self._engine.busy.recorder
             moments = recorder.moments(now)
             if moments.prefill.steps or moments.decode.steps:
-                before, link.steps_reported_at = link.steps_reported_at, now
+                before, link.reported.steps_at = link.reported.steps_at, now
                 frame.steps.CopyFrom(wire.moments_to_pb(moments))
                 new = [step for step in recorder.recent() if step.ended_at > before]
                 frame.recent_steps.CopyFrom(wire.recent_steps_to_pb(new, now))
@@ -281,7 +281,7 @@ class WorkerService:
     def beat(self, link: RouterLink) -> None:
         """Send a heartbeat if the router has open requests, or if the load has changed, because
         cancelled requests leave the engine some time later."""
-        if link.streams or self.load() != link.reported_load:
+        if link.streams or self.load() != link.reported.load:
             link.send(self._frame(link))
 
     def _on_failure(self, error: BaseException) -> None:

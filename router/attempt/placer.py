@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -98,6 +98,21 @@ class Charge:
             placed.resident[self._adapter] -= 1
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Capacity for one attempt: prompt tokens to compute, tokens of KV to keep, of which
+    `children_kv_tokens` are for further answers, a LoRA adapter, and tokens of images to encode."""
+
+    prompt_tokens: int = 0
+    kv_tokens: int = 0
+    children_kv_tokens: int = 0
+    adapter: str = ""
+    image_tokens: int = 0
+
+
+_NO_ROOM = Room()
+
+
 class Reservation:
     """Workers for one attempt and the capacity held on them. A context manager, whose exit releases
     it. A second release does nothing.
@@ -106,7 +121,7 @@ class Reservation:
     with the KV of `producer`, the previous decode worker. `prediction` has the expected latencies.
     `revision` is the revision of the workers, None if their model has no weights. `fetch`: cached
     KV to copy from another worker before the prompt is computed. `encoder` computes the embeddings
-    of the prompt's `image_tokens` for `prefill`.
+    of the prompt's images for `prefill`.
     """
 
     def __init__(
@@ -115,16 +130,12 @@ class Reservation:
         *,
         prefill: Member | None = None,
         producer: Member | None = None,
-        prompt_tokens: int = 0,
-        kv_tokens: int = 0,
-        children_kv_tokens: int = 0,
+        encoder: Member | None = None,
+        room: Room = _NO_ROOM,
         prediction: Prediction | None = None,
         queued: tuple[CostModel, QueuedPrompt] | None = None,
-        adapter: str = "",
         revision: str | None = None,
         fetch: PrefixFetch | None = None,
-        encoder: Member | None = None,
-        image_tokens: int = 0,
     ) -> None:
         """`queued`: the prompt in the cost model's queue, which it leaves when `prefilled`."""
         self.decode, self.prefill, self.producer = decode, prefill, producer
@@ -132,19 +143,20 @@ class Reservation:
         self.prediction, self.fetch = prediction, fetch
         self._queued = queued
         self.prefill_charge: Charge | None = None
-        self.encode_charge = None if encoder is None else Charge(encoder, image_tokens)
+        self.encode_charge = None if encoder is None else Charge(encoder, room.image_tokens)
         self._children_charge: Charge | None = None
+        kv_tokens, children_kv_tokens = room.kv_tokens, room.children_kv_tokens
         if decode.info.role is Role.PREFILL:
             # Prefill frees its blocks after one token, so a prefill worker reserves none.
             kv_tokens = children_kv_tokens = 0
         if children_kv_tokens:
             # A separate charge, because it is released before the first answer ends.
-            self._children_charge = Charge(decode, 0, children_kv_tokens, adapter)
+            self._children_charge = Charge(decode, 0, children_kv_tokens, room.adapter)
         if prefill is None:
-            self.decode_charge = Charge(decode, prompt_tokens, kv_tokens, adapter)
+            self.decode_charge = Charge(decode, room.prompt_tokens, kv_tokens, room.adapter)
         else:
-            self.prefill_charge = Charge(prefill, prompt_tokens, 0, adapter)
-            self.decode_charge = Charge(decode, 0, kv_tokens, adapter)
+            self.prefill_charge = Charge(prefill, room.prompt_tokens, 0, room.adapter)
+            self.decode_charge = Charge(decode, 0, kv_tokens, room.adapter)
 
     def __enter__(self) -> Self:
         return self
@@ -512,21 +524,24 @@ class Placer:
         computes = (prefill or decode).worker_id
         cached, fetch = decision.cached.get(computes, 0), decision.fetches.get(computes)
         children_tokens = demand.children_tokens
-        return Reservation(
-            decode,
-            prefill=prefill,
-            producer=producer,
+        room = Room(
             # An engine computes the last token of a prompt even if all of it is cached.
             prompt_tokens=max(1, demand.prompt_tokens - cached) if producer is None else 0,
             kv_tokens=demand.kv_tokens - children_tokens,
             children_kv_tokens=children_tokens,
+            adapter=demand.adapter,
+            image_tokens=sum(length for *_, length in demand.media),
+        )
+        return Reservation(
+            decode,
+            prefill=prefill,
+            producer=producer,
+            encoder=encoder,
+            room=room,
             prediction=prediction,
             queued=queued,
-            adapter=demand.adapter,
             revision=demand.revision,
             fetch=fetch if fetch is not None and fetch.worth else None,
-            encoder=encoder,
-            image_tokens=sum(length for *_, length in demand.media),
         )
 
     def _unsaturated(

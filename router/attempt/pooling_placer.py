@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequest
-from router.attempt.placer import Reservation
+from router.attempt.placer import Reservation, Room
 from router.attempt.recovery import RetryStep
 from router.fleet.pooling_choice import pick_pooling_worker
 from router.placement.values import Demand
@@ -41,11 +41,11 @@ class PoolingPlacer:
     def reserve(self, demand: Demand) -> Reservation:
         """Reserve a worker. Raises Unavailable."""
         worker = pick_pooling_worker(self._fleet, demand)
-        return Reservation(worker, prompt_tokens=demand.prompt_tokens)
+        return Reservation(worker, room=Room(demand.prompt_tokens))
 
     def reserve_again(self, demand: Demand, constraints: Constraints, *, cause: str) -> Reservation:
         """Reserve a worker after a failure. Raises Unavailable."""
         worker = pick_pooling_worker(
             self._fleet, demand, without=constraints.without, avoid=constraints.avoid
         )
-        return Reservation(worker, prompt_tokens=demand.prompt_tokens)
+        return Reservation(worker, room=Room(demand.prompt_tokens))

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import logging
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pdserve import wire
@@ -93,10 +94,20 @@ class OpenLinks:
             await asyncio.wait([link.closed for link in self._links])
 
 
+@dataclass(slots=True)
+class Reported:
+    """What a router knows of this worker: the load sent last, and when step costs were. It gets
+    each change of the prefix cache if it `watches_cache`."""
+
+    load: WorkerLoad | None = None
+    steps_at: float = -math.inf
+    watches_cache: bool = False
+
+
 class RouterLink(asyncio.Protocol):
     """One connection of a router.
 
-    State: its open streams, and the load and step costs last sent. The engine's stream ids are
+    State: its open streams, and what was `reported` to it. The engine's stream ids are
     `first_stream_id` plus the router's. A connection with more than `max_unsent_bytes` unsent is
     aborted.
     """
@@ -113,9 +124,7 @@ class RouterLink(asyncio.Protocol):
         self.router_id = ""
         self.first_stream_id = 0  # once connected
         self.streams: set[int] = set()  # by the engine's ids
-        self.reported_load: WorkerLoad | None = None
-        self.steps_reported_at = -math.inf
-        self.watches_cache = False
+        self.reported = Reported()
         self._instance_id = instance_id
         self._commands = commands
         self._links = links

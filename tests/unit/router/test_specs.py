@@ -32,7 +32,7 @@ REQUEST = GenerateRequest(
 
 
 def pair() -> list[StreamSpec]:
-    held = Reservation(worker("d0"), prefill=worker("p0"), encoder=worker("e0"), image_tokens=2)
+    held = Reservation(worker("d0"), prefill=worker("p0"), encoder=worker("e0"))
     return specs.generation(REQUEST, held)
 
 
