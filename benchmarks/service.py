@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import AsyncExitStack, suppress
@@ -199,14 +198,6 @@ class LocalService:
         has restarted."""
         content: Mapping[str, Any] = json.loads(self._ready_path.read_text(encoding="utf-8"))
         return content
-
-
-def free_port() -> int:
-    """Return a currently free port, for servers that cannot choose one themselves."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def processor_s(pids: Iterable[int]) -> float:

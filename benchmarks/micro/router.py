@@ -25,8 +25,9 @@ import aiohttp
 
 from benchmarks.client import HttpTarget, Request
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.service import LocalService, LoggedProcess, free_port, processor_s, with_children
+from benchmarks.service import LocalService, LoggedProcess, processor_s, with_children
 from benchmarks.stats import alternate, compare, percentiles
+from pdserve.deploy.local.groups import free_ports
 
 if TYPE_CHECKING:
     import argparse
@@ -233,14 +234,14 @@ async def running(
         for what in (
             ("prefill-server", "decode-server") if name in (PEER_PD, SMG_PD) else ("mock-server",)
         ):
-            port = free_port()
+            port = free_ports("127.0.0.1")
             module = (sys.executable, "-m", "benchmarks.micro.mock_server")
             mock = await start(what, port, *module, str(port), str(engine["step_s"]))
             mocks.append((f"http://127.0.0.1:{port}", mock.pid))
         if name == DIRECT:
             yield _Router(name, mocks[0][0], "mock", mocks[0][1])
             return
-        own = free_port()
+        own = free_ports("127.0.0.1")
         command = [PEER] if name != SMG_PD else ["smg", "launch"]
         command += ["--host", "127.0.0.1", "--port", str(own), "--policy", "round_robin"]
         if name == PEER:
@@ -248,7 +249,7 @@ async def running(
         else:
             option = "--vllm-pd-disaggregation" if name == PEER_PD else "--pd-disaggregation"
             command += [option, "--prefill", mocks[0][0], "--decode", mocks[1][0]]
-        child = await start(name, own, *command, "--prometheus-port", str(free_port()))
+        child = await start(name, own, *command, "--prometheus-port", str(free_ports("127.0.0.1")))
         yield _Router(name, f"http://127.0.0.1:{own}", "mock", child.pid)
 
 

@@ -21,9 +21,10 @@ import yaml
 from benchmarks.chaos.matrix import ChaosSettings
 from benchmarks.errors import BenchError
 from benchmarks.report.tables import print_line, print_table
-from benchmarks.service import LocalService, LoggedProcess, free_port, with_children
+from benchmarks.service import LocalService, LoggedProcess, with_children
 from benchmarks.soak.slopes import MIB, growth
 from benchmarks.soak.traffic import Traffic
+from pdserve.deploy.local.groups import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -138,7 +139,7 @@ class Guests:
             await self._present.stop()
 
     async def _join(self, number: int) -> LoggedProcess:
-        name, port, directory = f"guest-{number}", free_port(), self._service.directory
+        name, port, directory = f"guest-{number}", free_ports("127.0.0.1"), self._service.directory
         routers = [x["grpc"] for x in self._service.ready["routers"]]
         role = ("prefill", "decode")[number % 2]
         own = {"worker_id": name, "role": role, "routers": routers, "debug": {"port": port}}

@@ -69,7 +69,9 @@ async def servers(
     directory = tmp_path_factory.mktemp("serve")
     both: list[ServerProcess] = []
     try:
-        both += [vllm_serve(tiny_model, directory, "prefill", {"hold_s": 2 * WAIT_S})]
+        # Its engine's process is a fork, and does not import vLLM again.
+        forks = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        both += [vllm_serve(tiny_model, directory, "prefill", {"hold_s": 2 * WAIT_S}, env=forks)]
         # One of vLLM's processes less than by default: the engine runs the model itself.
         in_engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         both += [vllm_serve(tiny_model, directory, "decode", {}, env=in_engine)]
@@ -88,11 +90,14 @@ async def pair(servers: Pair) -> AsyncIterator[Pair]:
     await servers.until_empty()
 
 
-@pytest_asyncio.fixture(params=[(), ("--at-once",)], ids=["in turn", "at once"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="session", params=[(), ("--at-once",)], ids=["in turn", "at once"]
+)
 async def proxy(
-    pair: Pair, request: pytest.FixtureRequest, tmp_path: Path
+    servers: Pair, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[ServerProcess]:
-    served = example_proxy(pair.prefill, pair.decode, tmp_path, *request.param)
+    directory = tmp_path_factory.mktemp("proxy")
+    served = example_proxy(servers.prefill, servers.decode, directory, *request.param)
     try:
         await served.until_ready()
         yield served

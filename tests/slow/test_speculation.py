@@ -153,14 +153,15 @@ async def test_a_handoff_to_a_speculating_engine_is_exact(
 async def test_a_move_takes_the_kv_of_accepted_tokens_alone(
     pair: EnginePair, plain: Plain, question: str
 ) -> None:
-    ids, sampling = asked(question), replace(SAMPLINGS["greedy"], max_tokens=300)
-    stream_id = pair.decode.submit(ids, sampling)
+    ids, endless = asked(question), replace(SAMPLINGS["greedy"], max_tokens=8000)
+    stream_id = pair.decode.submit(ids, endless)
     head = pair.decode.answer(stream_id)
     await pair.decode.until(lambda: len(head.token_ids) >= 12)
     pair.decode.export(stream_id, f"live {question}")
     await pair.decode.collect(stream_id)
     assert head.deltas[-1].exported_tokens == len(head.token_ids)
     phase = replace(pair.decode.decode_phase(f"live {question}"), live=True)
+    sampling = replace(endless, max_tokens=len(head.token_ids) + 60)
     tail = await pair.prefill.run(ids, sampling, phase, resume=head.token_ids)
     assert joined(head, tail).token_ids == (await plain.answer(ids, sampling)).token_ids
     await pair.until_empty()
@@ -236,7 +237,8 @@ async def test_answers_of_a_service_leave_speculating_workers_exactly(
         (found,) = await each.end()
         expected = await plain.answer(asked(question), sampling)
         assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
-        assert each.fallbacks == ("live_kv:moved", "pair:worker_failed")
+    # On a busy machine an answer may end before its worker leaves.
+    assert ("live_kv:moved", "pair:worker_failed") in [each.fallbacks for each in answers]
     await service.until_empty()
     listed = await service.registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
     (load,) = [x.load for x in listed.workers if x.info.worker_id == "decode-0"]

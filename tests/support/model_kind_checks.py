@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
-    from pdserve.types import MediaItem
+    from pdserve.types import MediaItem, SamplingParams
 
 # Prompt lengths around the edges of blocks, windows and prefill chunks.
 LENGTHS = (3, 31, 32, 33, WINDOW - 1, WINDOW, WINDOW + 1, 95, 96, 97, 128, 129, CHUNK, 257, 1200)
@@ -128,8 +128,13 @@ async def kind_engines(
         await asyncio.gather(*(engine.close() for engine in engines))
 
 
-async def check_lengths(of: KindEngines) -> None:
-    for length in LENGTHS:
+def endless(ids: Sequence[int]) -> SamplingParams:
+    """Return sampling of an answer that does not end before it is moved or its worker killed."""
+    return params(CONTEXT - len(ids), ignore_eos=True)
+
+
+async def check_lengths(of: KindEngines, lengths: Sequence[int] = LENGTHS) -> None:
+    for length in lengths:
         await of.check(prompt(length), f"a prompt of {length}")
     await of.pair.until_empty()
     # The checks prove nothing if the model gives the same answer to every prompt.
@@ -139,7 +144,7 @@ async def check_lengths(of: KindEngines) -> None:
     assert len(set(of.answers.values())) == len(of.answers)
 
 
-async def check_prefix_hits(of: KindEngines) -> None:
+async def check_prefix_hits(of: KindEngines, tails: Sequence[int] = (1, 40)) -> None:
     """Check prompts whose prefix one side, the other, or both have computed before."""
     pair = of.pair
     for seed, (shared, engines) in enumerate(
@@ -148,7 +153,7 @@ async def check_prefix_hits(of: KindEngines) -> None:
         prefix = prompt(shared, 100 + seed)
         for engine in engines:
             await engine.run([*prefix, *prompt(9)], params(2, ignore_eos=True))
-        for tail in (1, 40):
+        for tail in tails:
             await of.check([*prefix, *prompt(tail, 9)], f"{tail} tokens after {shared}")
     await pair.until_empty()
 
@@ -174,8 +179,7 @@ async def check_moves(of: KindEngines) -> None:
     pair = of.pair
     for length in (100, 255):
         ids = prompt(length, 3)
-        # Enough tokens that the stream does not end before it is moved.
-        streams = pair.submit(ids, params(CONTEXT - 2 * CHUNK, ignore_eos=True))
+        streams = pair.submit(ids, endless(ids))
         decoding, name = pair.decode.answer(streams[1]), f"move-{next(_MOVES)}"
         await pair.decode.until(lambda a=decoding: len(a.token_ids) >= 20)  # type: ignore[misc]
         pair.decode.export(streams[1], name)
@@ -261,14 +265,22 @@ async def check_killed_prefill(of: KindEngines) -> None:
 async def check_kills(of: KindEngines) -> None:
     """Check that no answer is lost with a killed worker: the other one continues after its
     tokens."""
-    pair = of.pair
-    ids, sampling = prompt(1200, 50), params(40, ignore_eos=True)
-    right = await of.right(ids, 40)
-    streams = pair.submit(ids, sampling)
+    pair, ids = of.pair, prompt(1200, 50)
+    streams = pair.submit(ids, endless(ids))
     decoding = pair.decode.answer(streams[1])
     await pair.decode.until(lambda: len(decoding.token_ids) >= 5)
-    so_far = [*(await pair.prefill.collect(streams[0])).token_ids, *decoding.token_ids]
     await pair.decode.kill()
-    rest = await pair.prefill.run(ids, sampling, resume=so_far)
-    assert (*so_far, *rest.token_ids) == right
+    await check_continues(of, ids, streams)
+
+
+async def check_continues(of: KindEngines, ids: Sequence[int], streams: tuple[int, int]) -> None:
+    """Check that the prefill engine continues an answer whose decode engine has failed."""
+    pair = of.pair
+    so_far = [
+        *(await pair.prefill.collect(streams[0])).token_ids,
+        *pair.decode.answer(streams[1]).token_ids,
+    ]
+    total = len(so_far) + 30
+    rest = await pair.prefill.run(ids, params(total, ignore_eos=True), resume=so_far)
+    assert (*so_far, *rest.token_ids) == await of.right(ids, total)
     await pair.prefill.until_empty()

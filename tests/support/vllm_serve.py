@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import psutil
 
-from benchmarks.service import free_port
+from pdserve.deploy.local.groups import free_ports
 from tests.support.timeouts import START_S, WAIT_S
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class ServerProcess:
     def __init__(
         self, command: list[str], log: Path, path: Path = ROOT, env: Mapping[str, str] | None = None
     ) -> None:
-        port = free_port()
+        port = free_ports("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
