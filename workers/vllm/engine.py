@@ -10,37 +10,35 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_transfer.protocol.snapshot import KvState
-from pdserve.errors import InternalError, PdserveError, Unavailable, WorkerFailed
+from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.model.weight_deltas import read_weights
 from pdserve.model.weights_files import check_same_shapes, read_checkpoint
 from pdserve.types import KvLedger
 from workers.engine import StepResult, StepResults, check_render, ended_by, ignore_progress
 from workers.metering.worker_account import BusyTime
+from workers.vllm.grammar.constrained_work import ConstrainedWork
 from workers.vllm.grammar.guard import GrammarGuard
 from workers.vllm.images.render_pool import RenderPool
 from workers.vllm.start import progress
 from workers.vllm.start.settings import apply_environment
+from workers.vllm.step.inbox import StepInbox
+from workers.vllm.step.kv_view import KvView
 from workers.vllm.step.sleep import StepSleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kv_transfer.protocol.snapshot import KvSnapshot
+    from kv_transfer.protocol.snapshot import KvState
     from pdserve.model.weight_deltas import WeightFiles
-    from pdserve.types import Adapter, StreamDelta, StructuredOutput, WorkerLoad
+    from pdserve.types import Adapter, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
     from workers.engine import EngineInfo, Work
-    from workers.vllm.core import KvLook, VllmCore
+    from workers.vllm.core import VllmCore
     from workers.vllm.start.settings import VllmSettings
-
-    # Run by the step thread; returns last deltas of streams that it ended.
-    _Action = Callable[[VllmCore], Sequence[StreamDelta] | None]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.001
@@ -54,8 +52,7 @@ _WEIGHTS_TIMEOUT_S = 1800.0
 
 
 class VllmEngine:
-    """State shared with the step thread, under `_lock`: the inbox, and `_end`, the error that ends
-    requests once the thread has stopped."""
+    """State shared with the step thread: the inbox, and the view of the KV plane."""
 
     def __init__(
         self, settings: VllmSettings, on_progress: Callable[[str], None] = ignore_progress
@@ -64,20 +61,14 @@ class VllmEngine:
         self.busy = BusyTime()
         self.results = StepResults()
         self._settings, self._on_progress = settings, on_progress
-        self._lock = threading.Lock()
-        self._inbox: deque[tuple[_Action, int | None]] = deque()  # with the id of a new stream
-        self._end: PdserveError | None = None
         self._sleep = StepSleep()
+        self._inbox = StepInbox(self._sleep)
         self._closing = False
         self._thread: threading.Thread | None = None
         self._core: VllmCore | None = None  # once loaded
-        self._ledger = KvLedger()
-        self._kv_look: KvLook | None = None
-        self._kv_ranks: tuple[KvSnapshot, ...] = ()
-        self._is_looking = False
-        self._guard: GrammarGuard | None = None  # once started
+        self._kv = KvView()
+        self._constrained: ConstrainedWork | None = None  # once started
         self._renders: RenderPool | None = None  # once started, if the model takes images
-        self._guarded: dict[int, asyncio.Task[None]] = {}  # by the stream that waits
         self._loop: asyncio.AbstractEventLoop
 
     async def start(self) -> EngineInfo:
@@ -92,7 +83,8 @@ class VllmEngine:
         run.start()
         info = await asyncio.wrap_future(started)
         assert self._core is not None
-        self._guard = GrammarGuard(self._core.pickled_config)
+        guard = GrammarGuard(self._core.pickled_config)
+        self._constrained = ConstrainedWork(guard, self._inbox, self.results)
         if info.model.modalities:
             self._renders = RenderPool(self._core.pickled_config)
         return info
@@ -105,45 +97,19 @@ class VllmEngine:
 
     def submit(self, work: Work) -> None:
         submitted, constraint = time.monotonic(), work.sampling.structured_output
-        if constraint is None:
-            self._add(work, submitted)
-            return
-        assert self._guard is not None, "start it first"
-        if self._guard.has_accepted(constraint):
-            self._add(work, submitted)
-        else:
-            adding = self._add_after(self._guard, constraint, work, submitted)
-            self._guarded[work.stream_id] = self._loop.create_task(adding)
-
-    async def _add_after(
-        self, guard: GrammarGuard, constraint: StructuredOutput, work: Work, submitted: float
-    ) -> None:
-        """Give `work` to the step thread after the guard accepted its constraint."""
-        try:
-            await guard.check(constraint)
-        except PdserveError as error:
+        if constraint is not None:
+            assert self._constrained is not None, "start it first"
+            self._constrained.submit(work, constraint, submitted)
+        elif error := self._inbox.add(work, submitted):
             self.results.put(StepResult([ended_by(work.stream_id, error)]))
-        except Exception:  # noqa: BLE001 - the stream has to end
-            _log.exception("the constraint of request %s", work.request_id)
-            failure = InternalError("the worker could not compile the grammar")
-            self.results.put(StepResult([ended_by(work.stream_id, failure)]))
-        else:
-            self._add(work, submitted)
-        finally:
-            self._guarded.pop(work.stream_id, None)
-
-    def _add(self, work: Work, submitted: float) -> None:
-        if not self._put(lambda core: core.streams.add(work, submitted), work.stream_id):
-            assert self._end is not None
-            self.results.put(StepResult([ended_by(work.stream_id, self._end)]))
 
     def cancel(self, stream_id: int) -> None:
-        if (task := self._guarded.pop(stream_id, None)) is not None:
-            task.cancel()
-        self._put(lambda core: core.streams.cancel(stream_id))
+        if self._constrained is not None:
+            self._constrained.cancel(stream_id)
+        self._inbox.put(lambda core: core.streams.cancel(stream_id))
 
     def export(self, stream_id: int, transfer_id: str) -> None:
-        self._put(lambda core: core.streams.export(stream_id, transfer_id))
+        self._inbox.put(lambda core: core.streams.export(stream_id, transfer_id))
 
     async def load_adapter(self, adapter: Adapter) -> None:
         await self._do(lambda core: core.adapters.load(adapter))
@@ -171,19 +137,10 @@ class VllmEngine:
             except Exception as error:  # noqa: BLE001 - raised to the caller
                 done.set_exception(error)
 
-        if not self._put(act):
+        if self._inbox.put(act):
             raise Unavailable("the engine has stopped")
         async with asyncio.timeout(timeout_s):
             await asyncio.shield(asyncio.wrap_future(done))
-
-    def _put(self, action: _Action, new_stream_id: int | None = None) -> bool:
-        """Run `action` on the step thread. Return False if the thread has stopped."""
-        with self._lock:
-            if self._end is not None:
-                return False
-            self._inbox.append((action, new_stream_id))
-        self._sleep.wake()
-        return True
 
     def load(self) -> WorkerLoad | None:
         if self._core is None:
@@ -191,24 +148,18 @@ class VllmEngine:
         return self._core.steps.add_to(self._core.load, has_more=bool(self._inbox))
 
     def ledger(self) -> KvLedger:
-        return self._ledger
+        return self._kv.ledger
 
     def kv_state(self) -> KvState | None:
         if self._core is None or self._core.info.kv is None:
             return None
-        if self._kv_look is not None:
-            return KvState(self._ledger, (self._kv_look(),))
-        # Only the step thread may query other processes: return the last answer, request a new one.
-        if not self._is_looking:
-            self._is_looking = True  # before the thread may answer
-            self._put(self._look_at_ranks)
-        return KvState(self._ledger, self._kv_ranks)
+        return self._kv.state(self._inbox)
 
     async def close(self) -> None:
         self._closing = True
         self._sleep.wake()
-        if self._guard is not None:
-            await self._guard.close()
+        if self._constrained is not None:
+            await self._constrained.close()
         if self._renders is not None:
             self._renders.close()
         if self._thread is not None:
@@ -233,7 +184,7 @@ class VllmEngine:
             self._stop(WorkerFailed("the engine did not start"), [])
             started.set_exception(error)
             return
-        self._kv_look, self._core = core.kv_look(), core
+        self._kv.look, self._core = core.kv_look(), core
         started.set_result(core.info)
         end: PdserveError = Unavailable("the worker is closing")
         failure: Exception | None = None
@@ -256,7 +207,7 @@ class VllmEngine:
                 core.close()
         except Exception:  # noqa: BLE001 - cleanup
             _log.exception("the engine did not close cleanly")
-        self._ledger = KvLedger()
+        self._kv.ledger = KvLedger()
 
     def _serve(self, core: VllmCore) -> None:
         for descriptor in core.wakeups:
@@ -264,35 +215,23 @@ class VllmEngine:
         while not self._closing:
             if died := core.liveness.died:
                 raise RuntimeError(died)
-            if ended := self._take_inbox(core):
-                self._ledger = core.ledger()  # exported blocks are held
+            if ended := self._inbox.take(core):
+                self._kv.ledger = core.ledger()  # exported blocks are held
                 self._emit(StepResult(ended))
             if not core.has_work():
-                self._ledger = core.ledger()
+                self._kv.ledger = core.ledger()
                 self._sleep.wait(None)
                 continue
             deltas = core.step()
             # Set before the deltas: a reader who has seen them sees this too.
-            self._ledger = core.ledger()
+            self._kv.ledger = core.ledger()
             self._emit(StepResult(deltas, core.cache_change()))
             if core.is_idle:
                 self._sleep.wait(_TRANSFER_TICK_S if core.is_woken() else _POLL_S)
 
-    def _take_inbox(self, core: VllmCore) -> list[StreamDelta]:
-        with self._lock:
-            items = list(self._inbox)
-            self._inbox.clear()
-        return [delta for action, _ in items for delta in action(core) or ()]
-
-    def _look_at_ranks(self, core: VllmCore) -> None:
-        self._kv_ranks, self._is_looking = core.kv_ranks(), False
-
     def _stop(self, end: PdserveError, open_streams: Sequence[int]) -> None:
         """End all streams with `end`, also those submitted later."""
-        with self._lock:
-            self._end = end
-            waiting = [stream_id for _, stream_id in self._inbox if stream_id is not None]
-            self._inbox.clear()
+        waiting = self._inbox.stop(end)
         self._emit(
             StepResult([ended_by(stream_id, end) for stream_id in [*open_streams, *waiting]])
         )

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from pdserve.errors import Unavailable
 from pdserve.types import KvLedger
 from workers.vllm import engine as engine_module
 from workers.vllm.engine import VllmEngine
+from workers.vllm.step.inbox import StepInbox
 
 if TYPE_CHECKING:
     from kv_transfer.protocol.snapshot import KvSnapshot
@@ -66,7 +68,21 @@ async def test_ranks_are_looked_at_again_also_if_the_thread_answers_at_once(
 ) -> None:
     core = cast("Any", IdleCore())
     engine._core = core
-    monkeypatch.setattr(engine._sleep, "wake", lambda: engine._take_inbox(core))
+    monkeypatch.setattr(engine._sleep, "wake", lambda: engine._inbox.take(core))
     engine.kv_state()
     engine.kv_state()
     assert core.looks == 2
+
+
+def test_an_inbox_that_stopped_takes_nothing_and_names_streams_that_did_not_start() -> None:
+    ran, woken = list[str](), list[bool]()
+    inbox = StepInbox(cast("Any", SimpleNamespace(wake=lambda: woken.append(True))))
+    assert inbox.put(lambda _: ran.append("action")) is None
+    assert inbox.take(cast("Any", None)) == []
+    assert (ran, woken, bool(inbox)) == (["action"], [True], False)
+    assert inbox.put(lambda _: ran.append("late"), 7) is None
+    end = Unavailable("the worker is closing")
+    assert inbox.stop(end) == [7]
+    assert inbox.put(lambda _: ran.append("later"), 8) is end
+    assert inbox.take(cast("Any", None)) == []
+    assert ran == ["action"]
