@@ -339,13 +339,9 @@ def build_request_path(
     audit = None
     if audits is not None:
         audit = AuditStep(config.audit, audits, metrics.count, fleet.now, random.random)
-    optional = _OptionalSteps(
-        TraceStep(tracing),
-        GuardStep(guards) if guards else None,
-        parse,
-        CapsuleStep(capsules, placing.decisions, fleet.now) if capsules.is_on else None,
-        audit,
-    )
+    capsule = CapsuleStep(capsules, placing.decisions, fleet.now) if capsules.is_on else None
+    guard = GuardStep(guards) if guards else None
+    optional = _OptionalSteps(TraceStep(tracing), guard, parse, capsule, audit)
     generate = _build_steps(workers, placing, kept, regions, optional, poison, budget, metrics)
     return RequestPath(
         workers=workers,

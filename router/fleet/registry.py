@@ -78,6 +78,13 @@ class _Derived:
     models: dict[str, ModelInfo] = field(default_factory=dict)
 
 
+class _Changes:
+    """Signals for tasks that wait for more capacity, or for another set of workers."""
+
+    def __init__(self) -> None:
+        self.capacity, self.membership = ChangeSignal(), ChangeSignal()
+
+
 class Fleet:
     """All workers of this router, by id in `members`.
 
@@ -107,7 +114,7 @@ class Fleet:
         self.slots = 0  # sum of max_num_seqs over all workers that are not lost
         self._crash_loops: dict[str, Member] = {}
         self._weights: dict[str, ModelWeights] = {}
-        self._capacity, self._membership = ChangeSignal(), ChangeSignal()
+        self._changes = _Changes()
         self._derived = _Derived()
         self._roomier: set[Member] = set()
         # Live workers by what `check_compatible` compares, since one of each kind is enough.
@@ -122,15 +129,15 @@ class Fleet:
     async def capacity_change(self, *, until: float | None = None) -> bool:
         """Wait until a worker registers, changes its state or has more room. Return False at the
         loop time `until`."""
-        return await self._capacity.wait(until)
+        return await self._changes.capacity.wait(until)
 
     def capacity_changed(self) -> None:
         """Wake the tasks that wait in `capacity_change`."""
-        self._capacity.notify()
+        self._changes.capacity.notify()
 
     async def membership_change(self) -> None:
         """Wait until a worker is added or lost."""
-        await self._membership.wait()
+        await self._changes.membership.wait()
 
     # -- Membership
 
@@ -328,8 +335,8 @@ class Fleet:
     def _members_changed(self) -> None:
         self._derived = _Derived()
         self._roomier.clear()
-        self._membership.notify()
-        self._capacity.notify()
+        self._changes.membership.notify()
+        self._changes.capacity.notify()
 
     # -- Views
 
