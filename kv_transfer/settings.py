@@ -25,8 +25,13 @@ DEVICE_COPIES = 2
 MAX_IN_FLIGHT = 4
 # How often a thread that waits for a message checks for ended chunks.
 INPUT_POLL_S = 0.001
+# Bytes of blocks in GPU memory that are digested together: a digest needs a copy of them.
+DIGEST_BYTES = 16 << 20
 # NCCL: staging slots in each direction, outside the KV cache. A slot holds at least one block.
 SLOTS, SLOT_BYTES = 4, 32 << 20
+# NCCL: offers of a link that may be unanswered, each with a slot; and how many times `chunk_bytes`
+# one send has, because each costs a handshake.
+WINDOW, SEND_CHUNKS = 2, 4
 
 
 _VERBS = Path("/dev/infiniband")
@@ -86,7 +91,7 @@ class ConnectorConfig(KvConfig, frozen=True):
         """GPU memory that the transports may hold outside the KV cache."""
         has_nccl = "nccl" in self.names(on_gpu=True)
         nccl = 2 * SLOTS * SLOT_BYTES + self.nccl_budget_bytes if has_nccl else 0
-        return 2 * DEVICE_COPIES * self.chunk_bytes + nccl
+        return 2 * DEVICE_COPIES * max(self.chunk_bytes, DIGEST_BYTES) + nccl
 
 
 def read_extra_config(extra: Mapping[str, Any]) -> ConnectorConfig:

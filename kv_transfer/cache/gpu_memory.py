@@ -24,7 +24,7 @@ import torch
 from kv_transfer.cache.geometry import KvGeometry
 from kv_transfer.cache.host_memory import ROW_BYTES, KvRegion, SampledDigests, fold_digests
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
-from kv_transfer.settings import DEVICE_COPIES
+from kv_transfer.settings import DEVICE_COPIES, DIGEST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -277,13 +277,20 @@ class DeviceRegion(KvRegion):
         if not block_ids:  # it still ends after the copies
             none = torch.empty((2, 0, _LANES), dtype=torch.int64, device=self.views[0].device)
             return _DeviceCopy(none)
+        step = max(1, DIGEST_BYTES // self.geometry.block_bytes)
+        pieces = [block_ids[n : n + step] for n in range(0, len(block_ids), step)]
+        sums = [self._sums(piece) for piece in pieces]
+        return _DeviceCopy(torch.cat(sums, 1) if len(sums) > 1 else sums[0])
+
+    def _sums(self, block_ids: list[int]) -> torch.Tensor:
+        """Enqueue the digest sums [2, blocks, lanes]. The next call uses the same memory."""
         if self._runs is not None:
             if not self.geometry.has_blocks(block_ids):
                 raise KvTransferError("a block id is outside its KV cache")
-            return _DeviceCopy(self._runs.sums(block_ids))
+            return self._runs.sums(block_ids)
         staging = self._staging(len(block_ids))
         self.gather(block_ids, staging)
-        return _DeviceCopy(self._sums_of(staging))
+        return self._sums_of(staging)
 
     def _copy_runs(self, source: DeviceRegion, source_ids: list[int], own_ids: list[int]) -> None:
         """Enqueue copies from block to block. The current stream waits for them."""

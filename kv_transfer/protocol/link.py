@@ -64,6 +64,8 @@ class ProducerChannel(Channel):
 
     # True if `send` neither copies nor waits, so that any thread may call it.
     is_quick = False
+    # One `send` takes up to so many times `chunk_bytes`.
+    send_chunks = 1
 
     def open(self) -> None:
         """Do slow preparations before the first chunk. Called on the link's writer thread when the
@@ -138,6 +140,7 @@ class Link:
         self._unsent = b""
         self._buffer = memoryview(bytearray(READ_AHEAD_BYTES))
         self._ahead = self._buffer[:0]
+        self._unread: deque[KvMessage] = deque()
 
     @property
     def transport(self) -> str:
@@ -304,7 +307,7 @@ class Link:
     def has_input(self, wait_s: float = 0.0) -> bool:
         """Reader thread: wait up to `wait_s`. Return True if bytes of the next message have
         arrived, or the link has ended."""
-        if self._ahead or (self._tls is not None and self._tls.has_pending):
+        if self._unread or self._ahead or (self._tls is not None and self._tls.has_pending):
             return True
         arrived = select.poll()  # `select.select` takes no descriptor above 1023
         arrived.register(self.sock, select.POLLIN)
@@ -317,8 +320,14 @@ class Link:
         closed.register(self.sock, select.POLLRDHUP)
         return self.is_down or bool(closed.poll(0))
 
+    def unread(self, messages: Sequence[KvMessage]) -> None:
+        """Reader thread: let `read` return these messages again, in this order."""
+        self._unread.extendleft(reversed(messages))
+
     def read(self) -> KvMessage:
         """Reader thread: return the next message."""
+        if self._unread:
+            return self._unread.popleft()
         if not self._ahead:
             # Most messages are short and some arrive in pairs. Read them all with one system call.
             self._ahead = self._buffer[: self._receive_into(self._buffer)]

@@ -104,7 +104,8 @@ def _receive(link: Link, driver: Driver, receiving: _Receiving, message: KvMessa
         if link.is_down:
             return []
         if consuming is None:
-            return driver.producer.on_message(link, message, now)
+            chunks = 1 if producing is None else producing.send_chunks
+            return driver.producer.on_message(link, message, now, chunks)
         return driver.consumer.on_message(
             link, message, now, consuming.name, is_pull=consuming.is_pull
         )

@@ -86,11 +86,13 @@ Action = Send[LinkT] | SendChunk[LinkT] | Release | DigestBlocks
 class Reader(Generic[LinkT]):
     """A consumer rank that reads a transfer. At most one of its chunks is `queued`. `copying` has
     up to MAX_IN_FLIGHT chunks, with False for a chunk that will be sent again. `parts`: byte range
-    in the pages for each group of the subscription."""
+    in the pages for each group of the subscription. `send_chunks`: a chunk that is sent has up to
+    so many times `chunk_blocks`."""
 
     link: LinkT
     subscription: Subscribe
     expires_at: float  # while the engine does not know the transfer
+    send_chunks: int = 1
     parts: tuple[PagePart, ...] = ()
     next_block: int = 0  # first block of the next chunk
     sent_blocks: int = 0
@@ -184,7 +186,7 @@ class Producer(Generic[LinkT]):
         heartbeat_s: float,
         digest_one_in: int = 1,
     ) -> None:
-        """`chunk_blocks`: for each group held here, the number of blocks per chunk.
+        """`chunk_blocks`: for each group held here, the blocks that are digested together.
         `digest_one_in`: digest every N-th block of a sequence."""
         self._plan = plan
         self.chunk_blocks = chunk_blocks
@@ -223,7 +225,7 @@ class Producer(Generic[LinkT]):
         self._transfers[transfer_id] = transfer
         actions: list[Action[LinkT]] = []
         for early in self._take_early(transfer_id):
-            actions += self.subscribe(early.link, early.subscription, now)
+            actions += self.subscribe(early.link, early.subscription, now, early.send_chunks)
         return actions
 
     def progress(
@@ -344,11 +346,14 @@ class Producer(Generic[LinkT]):
 
     # -- from the consumer
 
-    def on_message(self, link: LinkT, message: KvMessage, now: float) -> list[Action[LinkT]]:
-        """Handle a consumer's message. Raises ProtocolError if a consumer may not send it."""
+    def on_message(
+        self, link: LinkT, message: KvMessage, now: float, send_chunks: int = 1
+    ) -> list[Action[LinkT]]:
+        """Handle a consumer's message. `send_chunks`: see Reader. Raises ProtocolError if a
+        consumer may not send it."""
         match message:
             case Subscribe():
-                return self.subscribe(link, message, now)
+                return self.subscribe(link, message, now, send_chunks)
             case Nack(transfer_id, first):
                 return self.nack(link, transfer_id, first, now)
             case Cancel(transfer_id):
@@ -357,13 +362,15 @@ class Producer(Generic[LinkT]):
                 return self.ack(link, transfer_id)
         raise ProtocolError(f"unexpected {type(message).__name__} from a consumer")
 
-    def subscribe(self, link: LinkT, subscription: Subscribe, now: float) -> list[Action[LinkT]]:
+    def subscribe(
+        self, link: LinkT, subscription: Subscribe, now: float, send_chunks: int = 1
+    ) -> list[Action[LinkT]]:
         """Record a consumer rank's subscription, perhaps before the engine expects the
         transfer."""
         transfer_id = subscription.transfer_id
         if transfer_id in self._tombstones:
             return self._refuse(link, transfer_id, self._tombstones[transfer_id])
-        reader = Reader(link, subscription, now + self._hold_s, spoke_at=now)
+        reader = Reader(link, subscription, now + self._hold_s, send_chunks, spoke_at=now)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             early = self._early.get(transfer_id, [])
@@ -555,7 +562,7 @@ class Producer(Generic[LinkT]):
             return None
         if transfer.ready_tokens < subscription.num_tokens:
             ready = transfer.ready_tokens // group.block_size - blocks.first_block
-        end = min(ready, done + self.chunk_blocks[part.group])
+        end = min(ready, done + self.chunk_blocks[part.group] * reader.send_chunks)
         if end <= done:
             return None
         table = transfer.tables[group.table]

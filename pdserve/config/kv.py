@@ -90,7 +90,9 @@ class KvConfig(Section, frozen=True):
         links are closed."""),
     ] = 2.0
     chunk_bytes: Annotated[
-        Bytes, about("Approximate size of the chunks in which blocks are sent.")
+        Bytes,
+        about("""Approximate size of the chunks in which blocks are sent and digested. Over NCCL,
+        four of them are one send."""),
     ] = 16 << 20
     digest_one_in: Annotated[
         int,

@@ -274,6 +274,7 @@ class FakeLink:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.is_down = False
+        self.behind: list[KvMessage] = []
 
     def post(self, message: KvMessage) -> None:
         self.sock.sendall(encode(message))
@@ -281,9 +282,14 @@ class FakeLink:
     write = buffer = post
 
     def has_input(self, wait_s: float = 0.0) -> bool:
-        return bool(select.select([self.sock], [], [], wait_s)[0])
+        return bool(self.behind or select.select([self.sock], [], [], wait_s)[0])
+
+    def unread(self, messages: list[KvMessage]) -> None:
+        self.behind[:0] = messages
 
     def read(self) -> KvMessage:
+        if self.behind:
+            return self.behind.pop(0)
         header = self._receive(HEADER.size)
         return decode(self._receive(HEADER.unpack(header)[0]))
 

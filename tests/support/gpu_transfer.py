@@ -75,11 +75,12 @@ def producer(name: str, port: int) -> None:
     end.open()
     size = region.size_bytes(len(FROM))
     for _ in range(2):
-        end.send(
+        sent = end.send(
             ChunkReady("t", 0, len(FROM), size),
             FROM,
             PagePart(0, 0, 0, region.geometry.page_bytes, 0, 0, LAYERS),
         )
+        sent.wait()
         link.write(TransferDone("t", [1], region.digests(FROM), 0.0, 0.0))
     while not link.is_down:  # until the consumer closes
         threading.Event().wait(0.1)

@@ -15,7 +15,7 @@ from kv_transfer.cache.host_memory import EndedCopy
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.protocol.messages import Inner, KvMessage, decode, pack
-from kv_transfer.settings import INPUT_POLL_S
+from kv_transfer.settings import INPUT_POLL_S, SEND_CHUNKS
 from kv_transfer.transport.nccl.messages import KINDS, Clear, Ended, Offer
 from kv_transfer.transport.nccl.staging import until
 
@@ -40,7 +40,7 @@ MIN_BYTES_PER_S = 1e8
 class Resources:
     """Resources shared by the links of one direction, and values that the two ends agreed on.
     `direct`: the groups whose blocks are sent without staging. `direct_run`: blocks per offer of
-    these groups."""
+    these groups. `window`: the number of offers that may be unanswered."""
 
     nccl: Nccl
     gpu: Gpu
@@ -50,18 +50,34 @@ class Resources:
     slot_bytes: int
     direct: Set[int]
     direct_run: int
+    window: int
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
     """The bytes of one offer in flight. When `events` have fired, the bytes are in place and the
-    slot is free. `events` is empty until the operations are posted."""
+    slot is free. `events` is empty until the operations are posted. `slot` is None while a producer
+    joins another communicator."""
 
-    slot: StagingSlot
+    slot: StagingSlot | None
     size: int
     events: Sequence[Any] = ()
     is_over: bool = False
     error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Offered:
+    """A run of blocks that the consumer has not answered; without `region`, the slot's old content.
+    `gathered`: an event for each of the parts that are staged."""
+
+    run: _Run
+    ids: list[int]
+    block_bytes: int
+    region: DeviceRegion | None
+    is_direct: bool
+    parts: Sequence[_MoveBatch] = ()
+    gathered: Sequence[Any] = ()
 
 
 class _Moving:
@@ -119,7 +135,7 @@ class _LinkEnd:
         error."""
         if not all(run.is_over for run in runs):
             with self._using():
-                self._end_runs()
+                self._advance()
         return all(run.is_over for run in runs)
 
     def wait(self, runs: Sequence[_Run]) -> None:
@@ -155,27 +171,26 @@ class _LinkEnd:
         the slots are then lost."""
         self.communicator.fail()
         runs = list(self._flying)
+        slots = [run.slot for run in runs if run.slot is not None]
         try:
-            self.communicator.rest([run.slot for run in runs])
+            self.communicator.rest(slots)
         except (KvTransferError, RuntimeError) as stuck:
-            self._staging.lost += len(runs)
+            self._staging.lost += len(slots)
             raise KvTransferError(f"{error}; {stuck}") from error
         else:
-            for run in runs:
-                self._staging.release(run.slot)
+            for slot in slots:
+                self._staging.release(slot)
         finally:
             self._flying.clear()
             for run in runs:
                 run.is_over, run.error = True, error
 
-    def _begin(self, size: int) -> _Run:
-        """Take a slot for the next run. Slots become free, because the communicator is open and the
-        peer blocks no run for long."""
+    def _take_slot(self) -> StagingSlot:
+        """Wait for a slot. Slots become free, because the communicator is open and the peer blocks
+        no run for long."""
         while self._flying and not self._staging.free:
             self._wait([self._flying[0]])
-        slot = self._staging.acquire(self._limits.op_s, self._check)
-        self._flying.append(run := _Run(slot, size))
-        return run
+        return self._staging.acquire(self._limits.op_s, self._check)
 
     def _posted(self, run: _Run, *streams: Any) -> None:
         """Record that all operations of the run are on these streams."""
@@ -197,20 +212,31 @@ class _LinkEnd:
                     )
                 return
             run.is_over, self._head_since = True, now
-            self._staging.release(self._flying.popleft().slot)
+            if (slot := self._flying.popleft().slot) is not None:
+                self._staging.release(slot)
             if not self._flying:
                 self.communicator.touch()
 
+    def _advance(self) -> None:
+        """Do what is due, for a thread that waits for runs. Raises KvTransferError."""
+        self._end_runs()
+
     def _check(self) -> None:
+        """Do what is due and needs no slot, for a thread that waits for a slot. Raises
+        KvTransferError."""
         self._end_runs()
         self.communicator.check()
 
+    def _nap(self, seconds: float) -> None:
+        """Sleep between two polls."""
+        time.sleep(seconds)
+
     def _wait(self, runs: Sequence[_Run]) -> None:
         def are_over() -> bool:
-            self._end_runs()
+            self._advance()
             return all(run.is_over for run in runs)
 
-        until(are_over, math.inf, "", self.communicator.check)
+        until(are_over, math.inf, "", self.communicator.check, self._nap)
 
     def _settle(self) -> None:
         """Wait for all runs. The communicator may be closed then."""
@@ -218,16 +244,23 @@ class _LinkEnd:
 
 
 class NcclProducer(_LinkEnd, ProducerChannel):
-    """The sending end."""
+    """The sending end. Up to `window` offers are unanswered: the consumer answers one while the
+    next is on its way. Answers come in the order of the offers."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._answers: list[KvMessage] = []
+    def __init__(self, communicator: Communicator, link: Link, resources: Resources) -> None:
+        super().__init__(communicator, link, resources)
+        self._window = resources.window
+        if self._window > 1:
+            self.send_chunks = SEND_CHUNKS
+        self._offered: deque[_Offered] = deque()
+        self._asked_at = 0.0  # time of the oldest unanswered offer, or of the answer before it
+        self._is_refused = False  # the consumer has freed its end, or wants to
+        self._answers: deque[KvMessage] = deque()
         self._answered = threading.Condition()
 
     def open(self) -> None:
         with self._using():
-            self._wait([self._send_run([0], 1, None)])
+            self._wait([self._offer([0], 1, None)])
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> BlockCopy:
         whole = self._regions[part.group]
@@ -238,55 +271,10 @@ class NcclProducer(_LinkEnd, ProducerChannel):
         most = self._direct_run if is_direct else self._slot_bytes // block_bytes
         with self._using():
             runs = [
-                self._send_run(ids, block_bytes, region, is_direct=is_direct)
+                self._offer(ids, block_bytes, region, is_direct=is_direct)
                 for ids in _runs(block_ids, most)
             ]
         return _Moving(self, runs, _no_digests)
-
-    def _send_run(
-        self,
-        ids: list[int],
-        block_bytes: int,
-        region: DeviceRegion | None,
-        *,
-        is_direct: bool = False,
-    ) -> _Run:
-        """Post the send of one run of blocks; without a region, of the slot's old content."""
-        if self.communicator.is_overdue:
-            # The consumer answers when it has all bytes, because on a slow network they may still
-            # be in NCCL's buffers when the sends have ended.
-            self._settle()
-            self._write(Ended(self.communicator.number))
-            if not self._is_cleared():
-                self.communicator.abort()
-        size = len(ids) * block_bytes
-        while True:
-            self._join()
-            run = self._begin(size)
-            slot, cache = run.slot, region if is_direct else None
-            parts = _batches(slot, ids, block_bytes, cache, self._limits, is_direct=is_direct)
-            ready = []
-            if region is not None and not is_direct:
-                with self._gpu.on(slot.copies):
-                    for part in parts:
-                        region.gather(part.ids, slot.memory[part.start :])
-                        ready.append(self._gpu.record(slot.copies))
-            self._write(Offer(self.communicator.number, size, b"", is_direct))
-            if self._is_cleared():
-                break
-            # The consumer freed its idle end before it read the offer. The slot's next user is
-            # queued behind our gathers.
-            self._flying.remove(run)
-            self._staging.release(slot)
-            self._settle()
-            self.communicator.abort()
-        with self._gpu.on(slot.stream):
-            for n, part in enumerate(parts):
-                if ready:
-                    self._gpu.wait(slot.stream, ready[n])
-                self.communicator.post(slot, part.moves)
-            self._posted(run, slot.stream)
-        return run
 
     def on_inner(self, body: bytes) -> None:
         """Handle a message of the consumer, on the link's reader thread."""
@@ -298,10 +286,137 @@ class NcclProducer(_LinkEnd, ProducerChannel):
             try:  # idle, so no thread waits for an answer
                 if message.number == self.communicator.number:
                     self.communicator.abort()
-                with self._answered:
-                    self._answers.clear()
+                self._answers.clear()
             finally:
                 self.communicator.in_use.release()
+
+    def _offer(
+        self,
+        ids: list[int],
+        block_bytes: int,
+        region: DeviceRegion | None,
+        *,
+        is_direct: bool = False,
+    ) -> _Run:
+        """Offer one run of blocks when the window has room; it is sent when the consumer has
+        answered."""
+        if self.communicator.is_overdue:
+            self._end_turn()
+
+        def has_room() -> bool:
+            self._advance()
+            return len(self._offered) < self._window
+
+        until(has_room, math.inf, "", self.communicator.check, self._nap)
+        while True:
+            self._join()
+            slot = self._take_slot()
+            if self.communicator.is_open:
+                break
+            self._staging.release(slot)  # the consumer freed its end meanwhile
+        run = _Run(None, len(ids) * block_bytes)
+        self._flying.append(run)
+        self._load(_Offered(run, ids, block_bytes, region, is_direct), slot)
+        return run
+
+    def _load(self, offered: _Offered, slot: StagingSlot) -> None:
+        """Start to gather the blocks into the slot, if they are staged, and offer the run."""
+        offered.run.slot, region, is_direct = slot, offered.region, offered.is_direct
+        cache = region if is_direct else None
+        offered.parts = _batches(
+            slot, offered.ids, offered.block_bytes, cache, self._limits, is_direct=is_direct
+        )
+        gathered = []
+        if region is not None and not is_direct:
+            with self._gpu.on(slot.copies):
+                for part in offered.parts:
+                    region.gather(part.ids, slot.memory[part.start :])
+                    gathered.append(self._gpu.record(slot.copies))
+        offered.gathered = gathered
+        if not self._offered:
+            self._asked_at = time.monotonic()
+        self._offered.append(offered)
+        self._write(Offer(self.communicator.number, offered.run.size, b"", is_direct))
+
+    def _advance(self) -> None:
+        self._take_answers()
+        self._end_runs()
+        if self._is_refused:
+            self._offer_again()
+
+    def _check(self) -> None:
+        self._take_answers()
+        super()._check()
+
+    def _nap(self, seconds: float) -> None:
+        with self._answered:
+            if not self._answers:
+                self._answered.wait(seconds)
+
+    def _take_answers(self) -> None:
+        """Post the sends that the consumer is ready for. Raises KvTransferError if it does not
+        answer in time."""
+        while self._answers and not self._is_refused:
+            answer = self._answers.popleft()
+            if getattr(answer, "number", 0) != self.communicator.number:
+                continue
+            self._is_refused = isinstance(answer, Ended)
+            if isinstance(answer, Clear) and self._offered:
+                self._asked_at = time.monotonic()
+                self._post(self._offered.popleft())
+        waited = time.monotonic() - self._asked_at
+        if self._offered and not self._is_refused and waited >= self._limits.op_s:
+            raise KvTransferError(f"the consumer posted nothing for {self._limits.op_s:g} s")
+
+    def _post(self, offered: _Offered) -> None:
+        slot = offered.run.slot
+        assert slot is not None, "what is offered has a slot"
+        with self._gpu.on(slot.stream):
+            for n, part in enumerate(offered.parts):
+                if offered.gathered:
+                    self._gpu.wait(slot.stream, offered.gathered[n])
+                self.communicator.post(slot, part.moves)
+            self._posted(offered.run, slot.stream)
+
+    def _offer_again(self) -> None:
+        """Free this end, as the consumer has, and offer what it has not answered over a new
+        communicator. Hold no slot while joining (`_join`)."""
+        while self._is_refused:
+            refused = list(self._offered)
+            self._offered.clear()
+            for each in refused:
+                # The slot's next user is queued behind our gathers.
+                if each.run.slot is not None:
+                    self._staging.release(each.run.slot)
+                    each.run.slot = None
+            until(self._have_posted_ended, math.inf, "", self.communicator.check)
+            self._is_refused = False
+            self.communicator.abort()
+            if refused:
+                self._join()
+            for each in refused:
+                self._load(each, self._staging.acquire(self._limits.op_s, self._check))
+
+    def _have_posted_ended(self) -> bool:
+        self._end_runs()
+        return not any(run.events for run in self._flying)
+
+    def _end_turn(self) -> None:
+        """Free both ends, because another link waits for a place. The consumer answers when it has
+        all bytes: on a slow network they may still be in NCCL's buffers when the sends have
+        ended."""
+        self._settle()
+        if not self.communicator.is_open:
+            return  # the consumer was first
+
+        def is_refused() -> bool:
+            self._take_answers()
+            return self._is_refused
+
+        self._write(Ended(self.communicator.number))
+        what, check = "the consumer's end of a communicator", self.communicator.check
+        until(is_refused, self._limits.op_s, what, check, self._nap)
+        self._offer_again()
 
     def _join(self) -> None:
         """Join a new communicator if none is open. Holds no slot, because the consumer may wait
@@ -318,28 +433,15 @@ class NcclProducer(_LinkEnd, ProducerChannel):
     def _write(self, message: KvMessage) -> None:
         self._link.write(Inner(pack(message)))
 
-    def _is_cleared(self) -> bool:
-        """Wait for the consumer's answer. Return False if the consumer has freed its end. Raises
-        KvTransferError."""
-        end = time.monotonic() + self._limits.op_s
-        with self._answered:
-            while True:
-                while self._answers:
-                    answer = self._answers.pop(0)
-                    number: int = getattr(answer, "number", 0)
-                    if number == self.communicator.number and isinstance(answer, Clear | Ended):
-                        return isinstance(answer, Clear)
-                self._check()
-                if time.monotonic() >= end:
-                    raise KvTransferError(
-                        f"the consumer posted nothing for {self._limits.op_s:g} s"
-                    )
-                self.communicator.is_taken()
-                self._answered.wait(0.02)
-
 
 class NcclConsumer(_LinkEnd, ConsumerChannel):
     """The receiving end. Only receives posted here write to the KV cache."""
+
+    def __init__(self, communicator: Communicator, link: Link, resources: Resources) -> None:
+        super().__init__(communicator, link, resources)
+        self._refused = 0  # number of the communicator whose offers are void
+        # Messages behind void offers. They are read again when the chunk is complete.
+        self._behind: list[KvMessage] = []
 
     def receive(
         self,
@@ -371,6 +473,8 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
                 if (run := self._take(offer, block_bytes, region, ids)) is not None:
                     runs.append(run)
                     done += count
+        behind, self._behind = self._behind, []
+        self._link.unread(behind)
         if block_ids is None or region is None:
             return _Moving(self, runs, _no_digests)
         return _Moving(self, runs, functools.partial(region.begin_digests, block_ids, checked))
@@ -397,23 +501,31 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
         block_ids: list[int] | None,
     ) -> _Run | None:
         """Post the receive of the offered bytes; without a region, discard them. Return None if the
-        offer's communicator is gone: the producer then offers a new one."""
+        offer is void, because its communicator is gone or should go. So are all offers behind it,
+        until the producer has offered a new communicator; it then repeats them."""
         communicator = self.communicator
         is_fit = region is None or region.geometry.block_bytes == block_bytes
         most = self._direct_run * block_bytes if offer.is_direct else self._slot_bytes
         if not 0 < offer.size_bytes <= most or not is_fit:
             raise ProtocolError(f"cannot receive {offer}")
+        if offer.number == self._refused:
+            return None
         if communicator.is_overdue:
-            # The producer aborts first, when its sends have ended.
+            # The producer aborts first, when its sends have ended. All bytes must be here then,
+            # because on a slow network they may still be in NCCL's buffers.
+            self._settle()
             self._link.post(Inner(pack(Ended(offer.number))))
+            self._refused = offer.number
             return None
         if not communicator.is_open or offer.number != communicator.number:
+            self._refused = offer.number
             return None
         cache = region if offer.is_direct else None
         ids = list(range(offer.size_bytes // block_bytes)) if block_ids is None else block_ids
         communicator.enter()
-        run = self._begin(offer.size_bytes)
-        slot = run.slot
+        slot = self._take_slot()
+        run = _Run(slot, offer.size_bytes)
+        self._flying.append(run)
         parts = _batches(slot, ids, block_bytes, cache, self._limits, is_direct=offer.is_direct)
         with self._gpu.on(slot.stream):
             for n, part in enumerate(parts):
@@ -455,9 +567,12 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
             self._end_runs()
         with nullcontext() if self._flying else self._idle():
             message = self._link.read()
-        if not isinstance(message, Inner):
+        if isinstance(message, Inner):
+            return decode(message.body, KINDS)
+        if self._refused != self.communicator.number:
             raise ProtocolError(f"a {type(message).__name__} message inside a chunk")
-        return decode(message.body, KINDS)
+        self._behind.append(message)
+        return self._read()
 
     @contextmanager
     def _idle(self) -> Iterator[None]:

@@ -16,7 +16,9 @@ from kv_transfer.errors import KvTransferError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Poll intervals: first and longest, for the GPU or the peer; then the interval for a staging slot.
+# Time of polling without sleep, because most waits are shorter than a sleep. Then poll intervals:
+# first and longest, for the GPU or the peer; and the interval for a staging slot.
+SPIN_S = 0.00005
 POLL_S, MAX_POLL_S = 0.0001, 0.002
 SLOT_POLL_S = 0.02
 
@@ -117,9 +119,13 @@ class Staging:
 
 
 def until(
-    is_done: Callable[[], bool], timeout_s: float, what: str, check: Callable[[], None]
+    is_done: Callable[[], bool],
+    timeout_s: float,
+    what: str,
+    check: Callable[[], None],
+    nap: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Poll until `is_done()`. `check` raises if the caller must stop waiting. Raises
+    """Poll until `is_done()`. `check` raises if the caller must stop waiting; `nap` sleeps. Raises
     KvTransferError at the deadline.
 
     Never blocks in CUDA, because a kernel whose peer died runs forever, and only a thread that does
@@ -131,4 +137,7 @@ def until(
         waited = time.monotonic() - begun
         if waited >= timeout_s:
             raise KvTransferError(f"{what} took longer than {timeout_s:g} s")
-        time.sleep(min(MAX_POLL_S, POLL_S + waited / 10))
+        if waited < SPIN_S:
+            time.sleep(0)  # lets other threads have the interpreter
+        else:
+            nap(min(MAX_POLL_S, POLL_S + waited / 10))

@@ -11,8 +11,13 @@ previous one scattered. The sequence for each slot, and without staging for each
               post the sends   ◄── Clear ────   (after the first receive is posted)
               later: free the slot              later: free the slot
 
-Neither end waits for the bytes: the next sequence begins while they move, if there is a slot. Both
-ends post in the order of the offers, so NCCL pairs the same operations.
+Neither end waits for the bytes: the next sequence begins while they move, if there is a slot. Nor
+does the producer wait for Clear before the next Offer: two may be unanswered, in the order of which
+the answers come. Both ends post in the order of the offers, so NCCL pairs the same operations.
+
+An offer over a communicator that the consumer has freed is void, and so are all behind it. The
+producer joins a new communicator and offers the same runs again. In the chunk that lacks them, the
+consumer sets aside other messages until it is complete.
 
 Rules (docs/kv_transfer.md says which failure of vLLM's NCCL connector each one answers):
 
@@ -46,6 +51,7 @@ from typing import TYPE_CHECKING, Any
 from kv_transfer.cache.gpu_memory import device_regions
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.protocol.transport import Transport, TransportUnavailable, TransportUsage
+from kv_transfer.settings import WINDOW
 from kv_transfer.transport.nccl.communicators import Communicator, Communicators
 from kv_transfer.transport.nccl.limits import RECEIVER, SENDER
 from kv_transfer.transport.nccl.link_ends import NcclConsumer, NcclProducer, Resources
@@ -135,8 +141,8 @@ class NcclTransport(Transport):
             and region.geometry.block_bytes >= self._limits.min_direct_bytes
         ]
         run = self._limits.max_group
-        details = {"slot_bytes": slot_bytes, "direct": direct, "direct_run": run}
-        resources = self._resources(RECEIVER, local, slot_bytes, direct, run)
+        details = {"slot_bytes": slot_bytes, "direct": direct, "direct_run": run, "window": WINDOW}
+        resources = self._resources(RECEIVER, local, slot_bytes, direct, run, WINDOW)
         return NcclConsumer(self._communicator(RECEIVER, link), link, resources), details
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
@@ -153,11 +159,22 @@ class NcclTransport(Transport):
         if type(run) is not int or run < 1:
             raise ProtocolError(f"direct_run {run!r} is not a number of blocks")
         run = min(run, self._limits.max_group)
-        resources = self._resources(SENDER, local, slot_bytes, direct, run)
+        # Consumers of version 0.1 accept the next offer when they have answered the last one.
+        window = details.get("window", 1)
+        if type(window) is not int or window < 1:
+            raise ProtocolError(f"window {window!r} is not a number of offers")
+        window = min(window, WINDOW)
+        resources = self._resources(SENDER, local, slot_bytes, direct, run, window)
         return NcclProducer(self._communicator(SENDER, link), link, resources)
 
     def _resources(
-        self, rank: int, local: LocalKv, slot_bytes: int, direct: Sequence[int], direct_run: int
+        self,
+        rank: int,
+        local: LocalKv,
+        slot_bytes: int,
+        direct: Sequence[int],
+        direct_run: int,
+        window: int,
     ) -> Resources:
         return Resources(
             self._nccl,
@@ -168,6 +185,7 @@ class NcclTransport(Transport):
             slot_bytes,
             frozenset(direct),
             direct_run,
+            window,
         )
 
     def _communicator(self, rank: int, link: Link) -> Communicator:

@@ -98,6 +98,17 @@ def test_digests_do_not_depend_on_the_physical_layout(layout: str, split: int) -
     assert regions[0].digests([2, 0]) == regions[1].digests([2, 0]) != regions[0].digests([0, 2])
 
 
+@pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
+def test_a_digest_copies_few_blocks_at_a_time(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, ids = device_region(caches(layout, content=16), BLOCKS), [4, 1, 2, 5, 0]
+    whole = region.digests(ids)
+    monkeypatch.setattr(gpu_memory, "DIGEST_BYTES", 2 * region.geometry.block_bytes)
+    sums, pieces = region._sums, []
+    monkeypatch.setattr(region, "_sums", lambda x: pieces.append(x) or sums(x))
+    assert region.digests(ids) == whole
+    assert pieces == [[4, 1], [2, 5], [0]]
+
+
 def test_some_heads_of_each_block_pass_alone() -> None:
     """The producer's head 3 of four becomes the second of the consumer's."""
     source, target = caches("LBNHC", 1), caches("LHBNC", 2)

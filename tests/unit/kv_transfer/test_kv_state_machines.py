@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -106,10 +107,11 @@ class World(RuleBasedStateMachine):
         self.target: dict[int, Content] = {}
         self.next_block = 0
         self.is_pull = False
+        self.is_wide = False  # a chunk that is sent is longer than one that is digested
 
-    @initialize(is_pull=st.booleans())
-    def begin(self, is_pull: bool) -> None:
-        self.is_pull = is_pull
+    @initialize(is_pull=st.booleans(), is_wide=st.booleans())
+    def begin(self, is_pull: bool, is_wide: bool) -> None:
+        self.is_pull, self.is_wide = is_pull, is_wide
 
     # -- helpers
 
@@ -379,7 +381,8 @@ class World(RuleBasedStateMachine):
         if not link.producer_up or not link.to_producer:
             return
         message = link.to_producer.popleft()
-        self.do_producer(self.producer.on_message(link, message, self.now))
+        chunks = 1 + self.is_wide
+        self.do_producer(self.producer.on_message(link, message, self.now, chunks))
 
     @rule(times=st.integers(1, 6))
     @precondition(lambda self: self.links)
@@ -452,6 +455,28 @@ def test_without_mishaps_a_transfer_is_received() -> None:
     world.go_on(times=16)
     assert [type(x) for x in world.requests["t"].outcomes] == [Received]
     assert world.requests["t"].released == 1
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_several_chunks_of_digests_are_one_that_is_sent(is_early: bool) -> None:
+    producer = Producer[str](
+        plan=CopyPlan((Shard(1, 16, KvGroup(0, BLOCK), (1,)),)),
+        chunk_blocks={0: 2},
+        hold_s=30.0,
+        heartbeat_s=5.0,
+    )
+    wanted = Subscribe("t", 7 * BLOCK, [GroupBlocks(0, 0, list(range(7)), [0, 1, 0], [0, 1, 0])])
+    if not is_early:
+        producer.expect("t", "p-t", 0.0)
+    producer.on_message("link", wanted, 0.0, 3)
+    if is_early:
+        producer.expect("t", "p-t", 0.0)
+    [chunk, _] = producer.progress("t", [list(range(7))], 7 * BLOCK, 0.0)
+    assert isinstance(chunk, SendChunk)
+    assert chunk.block_ids == [0, 1, 2, 3, 4, 5]
+    undigested = producer.undigested("t")
+    assert undigested is not None
+    assert undigested.block_ids == [0, 1]
 
 
 def test_a_stage_with_only_windows_may_have_no_block_to_send() -> None:

@@ -17,21 +17,22 @@ import torch
 
 from kv_transfer.cache.geometry import PagePart
 from kv_transfer.cache.gpu_memory import device_region
-from kv_transfer.errors import KvTransferError
-from kv_transfer.protocol.messages import ChunkReady, Inner
+from kv_transfer.errors import KvTransferError, ProtocolError
+from kv_transfer.protocol.messages import ChunkReady, Heartbeat, Inner, KvMessage
 from kv_transfer.protocol.transport import LocalKv, TransportUnavailable
-from kv_transfer.settings import ConnectorConfig
+from kv_transfer.settings import WINDOW, ConnectorConfig
 from kv_transfer.transport.nccl import transport as module
 from kv_transfer.transport.nccl.binding import Result
 from kv_transfer.transport.nccl.communicators import Communicators
 from kv_transfer.transport.nccl.limits import RECEIVER, SENDER, Limits, limits_from
 from kv_transfer.transport.nccl.link_ends import NcclConsumer, NcclProducer
+from kv_transfer.transport.nccl.staging import until as poll
 from kv_transfer.transport.nccl.transport import NcclTransport
 from tests.support.fake_nccl import Fabric, FakeGpu, FakeLink, FakeNccl
 from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kv_transfer.cache.host_memory import BlockCopy
 
@@ -60,7 +61,8 @@ class Pair:
         assert isinstance(consumer, NcclConsumer)
         self.producer, self.consumer = producer, consumer
         self.received: queue.Queue[BaseException | None] = queue.Queue()
-        self.ids: list[int] | None = []
+        self.targets: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()  # of each chunk
+        self.others: list[KvMessage] = []  # messages that are not the transport's
         self.begun = 0  # chunks that the consumer has begun to receive
         self.threads = [
             threading.Thread(target=self._read_producer, daemon=True),
@@ -85,12 +87,14 @@ class Pair:
                     self._end(copies)
                 message = self.links[1].read()
                 if isinstance(message, ChunkReady):
-                    part = None if self.ids is None else WHOLE
-                    copies.append(self.consumer.receive(message, self.ids, part))
+                    ids = self.targets.get()
+                    part = None if ids is None else WHOLE
+                    copies.append(self.consumer.receive(message, ids, part))
                     self.begun += 1
-                else:
-                    assert isinstance(message, Inner)
+                elif isinstance(message, Inner):
                     self.consumer.on_inner(message.body)
+                else:
+                    self.others.append(message)
         except (KvTransferError, OSError) as error:
             for copy in copies:  # none of them goes on
                 with suppress(KvTransferError):
@@ -105,7 +109,7 @@ class Pair:
 
     def begin(self, source: list[int] = FROM, target: list[int] | None = TO) -> BlockCopy:
         """Begin to push, and close the producer's end if that fails."""
-        self.ids = target
+        self.targets.put(target)
         try:
             size = len(source) * BLOCK_BYTES
             return self.producer.send(ChunkReady("t", 0, len(source), size), source, WHOLE)
@@ -129,10 +133,10 @@ class Pair:
         if error is not None:
             raise error
 
-    def fails(self, reason: str) -> None:
+    def fails(self, reason: str, source: list[int] = FROM) -> None:
         """Assert that one end fails for this reason, and the other because the link ends."""
         with pytest.raises(KvTransferError) as pushed:
-            self.push()
+            self.push(source, TO[: len(source)])
         received = self.received.get(timeout=WAIT_S)
         assert received is not None
         assert reason in f"{pushed.value} | {received}"
@@ -233,7 +237,7 @@ def test_nothing_is_posted_before_the_other_end_posts_too(world: World) -> None:
     assert world.fabric.posts == []
     pair.consumer.communicator.in_use.release()
     pushing.join(WAIT_S)
-    assert world.fabric.posts == [1, 0, 1, 0, 1, 0]
+    assert sorted(world.fabric.posts) == [0, 0, 0, 1, 1, 1]
 
 
 def test_bytes_are_sent_once_they_are_gathered_and_received_once_they_are_scattered(
@@ -302,7 +306,7 @@ def test_blocks_without_staging_are_one_group_although_a_slot_holds_fewer(
     world.close()
 
 
-def test_a_consumer_of_version_0_1_gets_no_more_than_a_slot_at_a_time() -> None:
+def test_a_consumer_of_version_0_1_gets_one_offer_of_a_slot_at_a_time() -> None:
     world = World(DIRECT, across_layers=(True, True))
     offer = world.producer.offer(world.caches[0])
     assert offer is not None
@@ -310,9 +314,14 @@ def test_a_consumer_of_version_0_1_gets_no_more_than_a_slot_at_a_time() -> None:
     links: list[Any] = [FakeLink(sock) for sock in sockets]
     consumer, details = world.consumer.consumer(world.caches[1], offer, links[1])
     assert details.pop("direct_run") == DIRECT.max_group
+    assert details.pop("window") == WINDOW
     producer = world.producer.producer(world.caches[0], details, links[0])
     assert isinstance(producer, NcclProducer)
     assert producer._direct_run == DIRECT.slot_bytes // BLOCK_BYTES
+    assert (producer._window, producer.send_chunks) == (1, 1)
+    for wrong in ("two", 0):
+        with pytest.raises(ProtocolError, match="is not a number of offers"):
+            world.producer.producer(world.caches[0], details | {"window": wrong}, links[0])
     for end in (consumer, producer, *sockets):
         end.close()
     world.close()
@@ -410,7 +419,7 @@ def test_an_end_that_dies_in_mid_chunk_is_aborted_at_once(world: World, end: int
 
     pushing = threading.Thread(target=push, daemon=True)
     pushing.start()
-    until(lambda: world.fabric.posts == [1, 0, 1, 0])  # as many as there are slots
+    until(lambda: sorted(world.fabric.posts) == [0, 0, 1, 1])  # as many as there are slots
     pair.links[end].close()
     pushing.join(WAIT_S)
     assert failed
@@ -430,9 +439,8 @@ def test_chunks_are_in_flight_together_and_the_next_is_posted_before_the_last_ha
     first = pair.begin(FROM[2:4], TO[2:4])
     until(lambda: pair.begun == 2)
     second = pair.begin(FROM[4:], TO[4:])
-    assert world.fabric.posts == [1, 0, 1, 0]
+    until(lambda: not second.has_ended and sorted(world.fabric.posts) == [0, 0, 1, 1])
     assert not first.has_ended
-    assert not second.has_ended
     assert pair.received.empty()
     world.fabric.is_held = False
     for copy in (first, second):
@@ -440,6 +448,129 @@ def test_chunks_are_in_flight_together_and_the_next_is_posted_before_the_last_ha
         assert pair.received.get(timeout=WAIT_S) is None
     assert world.is_exact()
     assert world.slots(world.producer) == world.slots(world.consumer) == [(2, 0)]
+
+
+class Unanswered:
+    """A pair with two offers whose answers wait until `deliver`. It has a communicator."""
+
+    def __init__(
+        self,
+        world: World,
+        sources: Sequence[list[int]] = (FROM[2:4], FROM[4:]),
+        targets: Sequence[list[int] | None] = (TO[2:4], TO[4:]),
+    ) -> None:
+        self.pair = world.pair()
+        self.pair.move(FROM[:2], TO[:2])
+        self.post, self.waiting = self.pair.links[1].post, deque[KvMessage]()
+        self.pair.links[1].post = self.waiting.append  # type: ignore[method-assign]
+        self.copies = [self.begin(*each) for each in zip(sources, targets, strict=True)]
+
+    def begin(self, source: list[int], target: list[int] | None) -> BlockCopy:
+        begun = self.pair.begun
+        copy = self.pair.begin(source, target)
+        until(lambda: self.pair.begun == begun + 1)
+        return copy
+
+    def deliver(self) -> None:
+        self.pair.links[1].post = self.post  # type: ignore[method-assign]
+        while self.waiting:
+            self.post(self.waiting.popleft())
+
+    def finish(self) -> None:
+        for copy in self.copies:
+            copy.wait()
+            assert self.pair.received.get(timeout=WAIT_S) is None
+
+
+def test_the_next_offer_does_not_wait_for_the_answer_to_the_last() -> None:
+    world = World(replace(LIMITS, slots=WINDOW + 2))
+    waiting = Unanswered(world)
+    assert world.fabric.posts == [1, 0, 1, 1], "the receives are posted, and no send"
+    waiting.deliver()
+    waiting.finish()
+    assert world.fabric.posts == [1, 0, 1, 1, 0, 0]
+    assert world.is_exact()
+    world.close()
+
+
+def test_offers_without_an_answer_hold_no_more_slots_than_the_window() -> None:
+    """Else a few congested decode workers would stop the sends to all others."""
+    world = World(replace(LIMITS, slots=WINDOW + 1, budget_bytes=Limits().budget_bytes))
+    waiting = Unanswered(world)
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(waiting.pair.push, FROM[:2], TO[:2])
+        world.pair().move(FROM[:2], TO[:2])
+        assert world.slots(world.producer) == [(1, 0)]
+        assert not third.done()
+        waiting.deliver()
+        third.result(WAIT_S)
+    assert waiting.pair.received.get(timeout=WAIT_S) is None
+    waiting.finish()
+    assert world.is_exact()
+    world.close()
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_an_end_that_dies_before_it_answers_leaves_nothing(end: int) -> None:
+    world = World(replace(LIMITS, slots=WINDOW + 1))
+    waiting = Unanswered(world)
+    waiting.pair.links[end].close()
+    for copy in waiting.copies:
+        with pytest.raises(KvTransferError):
+            copy.wait()
+    until(lambda: not any(each.live for each in world.nccls))
+    until(lambda: world.slots(world.producer) == world.slots(world.consumer) == [(3, 0)])
+    world.close()
+
+
+def test_a_chunk_that_is_cancelled_before_its_answer_is_discarded() -> None:
+    world = World(replace(LIMITS, slots=WINDOW + 2))
+    waiting = Unanswered(world, [FROM[2:4], FROM[:2]], [TO[2:4], None])
+    waiting.deliver()
+    waiting.finish()
+    waiting.pair.move(FROM[4:], TO[4:])
+    assert world.is_exact()
+    world.close()
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_all_offers_that_the_consumer_has_not_read_when_it_frees_its_end_are_made_again(
+    is_staged: bool,
+) -> None:
+    """What lies between them is handled in its order."""
+    limits = replace(LIMITS if is_staged else DIRECT, slots=WINDOW + 1)
+    world = World(limits, across_layers=(True, True))
+    pair = world.pair()
+    pair.move(FROM[:2], TO[:2])
+    with pair.consumer.communicator.in_use:
+        first = pair.begin(FROM[2:4], TO[2:4])
+        pair.links[0].write(Heartbeat("t"))
+        second = pair.begin(FROM[4:], TO[4:])
+        pair.consumer.communicator.retire()
+        assert not pair.others
+    for copy in (first, second):
+        copy.wait()
+        assert pair.received.get(timeout=WAIT_S) is None
+    assert pair.others == [Heartbeat("t")]
+    assert world.is_exact()
+    assert len(world.nccls[0].comms) == 2
+    assert world.slots(world.producer) == world.slots(world.consumer) == [(3, 0)]
+    world.close()
+
+
+def test_a_message_inside_a_chunk_ends_the_link(world: World) -> None:
+    pair = world.pair()
+    pair.move(FROM[:2], TO[:2])
+    pair.targets.put(TO[:2])
+    pair.links[0].write(ChunkReady("t", 0, 2, 2 * BLOCK_BYTES))
+    pair.links[0].write(Heartbeat("t"))
+    assert "a Heartbeat message inside a chunk" in str(pair.received.get(timeout=WAIT_S))
+
+
+def test_a_short_wait_does_not_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.transport.nccl.staging.SPIN_S", WAIT_S)
+    answers = iter([False, False, True])
+    poll(lambda: next(answers), WAIT_S, "", lambda: None, nap=pytest.fail)
 
 
 def test_an_error_ends_all_chunks_in_flight(world: World) -> None:
@@ -463,9 +594,11 @@ def test_an_error_ends_all_chunks_in_flight(world: World) -> None:
 def test_who_waits_for_an_offer_frees_the_slots_of_what_has_arrived(world: World) -> None:
     """The producer may wait for a slot that another link holds as long as we hold ours."""
     pair = world.pair()
+    pair.move(FROM[:2], TO[:2])
     world.fabric.is_held = True
     copy = pair.begin(FROM[:2], TO[:2])
-    until(lambda: pair.begun == 1)
+    until(lambda: pair.begun == 2)
+    pair.targets.put(TO[:1])
     pair.links[0].write(ChunkReady("t", 0, 1, BLOCK_BYTES))  # and no offer behind it
     until(lambda: not pair.links[1].has_input())
     assert world.slots(world.consumer) == [(1, 0)]
@@ -498,7 +631,7 @@ def test_a_gpu_that_does_not_come_to_rest_costs_the_slot(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         pair.producer.communicator, "abort", lambda: setattr(world.gpus[0], "is_stuck", True)
     )
-    pair.fails("the GPU's rest took longer than")
+    pair.fails("the GPU's rest took longer than", FROM[:2])
     assert world.producer.usage().lost_slots == 1
     monkeypatch.undo()
     world.fabric.error, world.gpus[0].is_stuck = None, False
@@ -583,7 +716,8 @@ def test_who_waits_for_an_offer_leaves_its_room_to_another_link(
     world = World(replace(LIMITS, budget_bytes=ONE_PAIR))
     pair, other = world.pair(), world.pair()
     pair.move()
-    pair.ids, chunk, write = TO[:2], ChunkReady("t", 0, 2, 2 * BLOCK_BYTES), pair.links[0].write
+    chunk, write = ChunkReady("t", 0, 2, 2 * BLOCK_BYTES), pair.links[0].write
+    pair.targets.put(TO[:2])
     write(chunk)  # and no offer behind it
     until(lambda: not pair.links[1].has_input())
     other.move()
