@@ -389,6 +389,14 @@ class QuiesceMode(StrEnum):
     KEEP = "keep"
 
 
+class StaleKv(StrEnum):
+    """What happens to an answer with tokens of older weights. RECOMPUTE: it continues with the new
+    weights, its prompt and tokens computed again. ABORT: it ends with the tokens that it has."""
+
+    RECOMPUTE = "recompute"
+    ABORT = "abort"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """The weights of a model after an update in place. `sequence`: number of updates, 0 at the
@@ -398,6 +406,11 @@ class ModelWeights:
     version: str = ""
     path: str = ""
     digest: str = ""
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        """Order of updates, and what two workers need to have in common to exchange KV."""
+        return self.sequence, self.digest
 
     @property
     def cache_prefix(self) -> str:
@@ -475,7 +488,8 @@ class GenerateRequest(Struct, frozen=True):
     `pixels` reads; it took `render_s` to fetch and render them. `session`: the client's id of the
     conversation, empty if it sent none; `next_turn_s`: expected time until its next turn, 0 if not
     known. `regions`: see router/placement/values.py. `storage`: where its KV may be kept in
-    tiers. `from_region`: the region whose router forwarded it here, or ""."""
+    tiers. `from_region`: the region whose router forwarded it here, or "". `stale_kv`: None for
+    `router.weights.stale_kv`."""
 
     request_id: str
     model: str
@@ -501,6 +515,7 @@ class GenerateRequest(Struct, frozen=True):
     regions: Regions = None
     storage: Regions = None
     from_region: str = ""
+    stale_kv: StaleKv | None = None
 
     def __repr__(self) -> str:
         return f"GenerateRequest {self.request_id}"  # prompts and salts must not get into logs

@@ -182,7 +182,7 @@ def _build_answering(
         links,
         observer,
         failover,
-        RecoveryLimits(config.queue, config.retry),
+        RecoveryLimits(config.queue, config.retry, stale_kv=config.weights.stale_kv),
         specs.generation,
         PrefixFetcher(fleet, links, observer, placing.costs, metrics),
         Mover(placer, failover, limits.export_timeout_s),

@@ -190,6 +190,10 @@ class Answering:
         """Run one attempt on `held`, which it releases. Return the next reservation and the end of
         the attempt, if the answer moves, and the next decision."""
         failover, recovery = self._failover, one.recovery
+        asked = held.members[-1].reported.weights
+        if (end_here := recovery.before_attempt(one.sampled_by, asked)) and moved is None:
+            held.release()
+            return None, None, end_here
         opened, copied = len(one.answer.streams), len(one.answer.copies)
         if held.fetch is not None and self._fetcher is not None and not one.is_suspect:
             await self._fetcher.fetch(one.request, one.answer, held)

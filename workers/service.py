@@ -200,10 +200,11 @@ class WorkerService:
             if self._intake.updating:
                 raise WeightsChanging("the weights of this worker change")
             raise Unavailable("this worker is draining")
-        # The worker of the other phase checks the same number, so KV never meets other weights.
-        if submit.weights_sequence != (ours := self._intake.weights.sequence):
-            asked = submit.weights_sequence
-            raise WeightsChanging(f"this worker has the weights of update {ours}, not {asked}")
+        # The worker of the other phase checks the same, so KV never meets other weights.
+        ours = self._intake.weights
+        if (asked := (submit.weights_sequence, submit.weights_digest)) != ours.identity:
+            text = f"this worker has the weights of update {ours.sequence} ({ours.digest})"
+            raise WeightsChanging(f"{text}, not of {asked[0]} ({asked[1]})")
         if submit.adapter and submit.adapter not in self.adapters.usable:
             raise Unavailable(f"adapter {submit.adapter} is not loaded on this worker")
 

@@ -25,41 +25,41 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/v1/generation.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xf1\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12,\n\x08messages\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.ChatMessagesH\x00\x12)\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x03\x12/\n\rservice_class\x18\x08 \x01(\x0e\x32\x18.pdserve.v1.ServiceClass\x12\x18\n\x10resume_token_ids\x18\t \x03(\r\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x1f\n\x05tools\x18\x0c \x03(\x0b\x32\x10.pdserve.v1.Tool\x12+\n\x0btool_choice\x18\r \x01(\x0e\x32\x16.pdserve.v1.ToolChoice\x12\x11\n\ttool_name\x18\x0e \x01(\t\x12 \n\x13parallel_tool_calls\x18\x0f \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x11include_reasoning\x18\x10 \x01(\x08H\x02\x88\x01\x01\x12\x1c\n\x0f\x65nable_thinking\x18\x11 \x01(\x08H\x03\x88\x01\x01\x12\x15\n\rinference_geo\x18\x12 \x01(\tB\x08\n\x06promptB\x16\n\x14_parallel_tool_callsB\x14\n\x12_include_reasoningB\x12\n\x10_enable_thinking\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\xa7\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12(\n\ntool_calls\x18\x04 \x03(\x0b\x32\x14.pdserve.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12&\n\x05parts\x18\x06 \x03(\x0b\x32\x17.pdserve.v1.ContentPart\"I\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x05image\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.ImageH\x00\x42\x06\n\x04part\"@\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03url\x18\x02 \x01(\tH\x00\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\tB\x08\n\x06source\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"b\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\xe7\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12+\n\x0bstop_reason\x18\x07 \x01(\x0b\x32\x16.pdserve.v1.StopReason\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12$\n\x07receipt\x18\t \x01(\x0b\x32\x13.pdserve.v1.Receipt\x12\x35\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\x12\x11\n\treasoning\x18\x0b \x01(\t\x12-\n\ntool_calls\x18\x0c \x03(\x0b\x32\x19.pdserve.v1.ToolCallDelta\x12\r\n\x05model\x18\r \x01(\t\x12\x31\n\x0erouted_experts\x18\x0e \x01(\x0b\x32\x19.pdserve.v1.RoutedExperts\"\x13\n\x11ListModelsRequest\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelCard\"T\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x0e\n\x06parent\x18\x04 \x01(\t*e\n\x0cServiceClass\x12\x1d\n\x19SERVICE_CLASS_UNSPECIFIED\x10\x00\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x01\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x02*\x86\x01\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x01\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x12\x15\n\x11TOOL_CHOICE_NAMED\x10\x04\x32\xa2\x01\n\nGeneration\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/v1/generation.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\x83\x05\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12,\n\x08messages\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.ChatMessagesH\x00\x12)\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x03\x12/\n\rservice_class\x18\x08 \x01(\x0e\x32\x18.pdserve.v1.ServiceClass\x12\x18\n\x10resume_token_ids\x18\t \x03(\r\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x1f\n\x05tools\x18\x0c \x03(\x0b\x32\x10.pdserve.v1.Tool\x12+\n\x0btool_choice\x18\r \x01(\x0e\x32\x16.pdserve.v1.ToolChoice\x12\x11\n\ttool_name\x18\x0e \x01(\t\x12 \n\x13parallel_tool_calls\x18\x0f \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x11include_reasoning\x18\x10 \x01(\x08H\x02\x88\x01\x01\x12\x1c\n\x0f\x65nable_thinking\x18\x11 \x01(\x08H\x03\x88\x01\x01\x12\x15\n\rinference_geo\x18\x12 \x01(\t\x12\x10\n\x08stale_kv\x18\x13 \x01(\tB\x08\n\x06promptB\x16\n\x14_parallel_tool_callsB\x14\n\x12_include_reasoningB\x12\n\x10_enable_thinking\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\xa7\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\treasoning\x18\x03 \x01(\t\x12(\n\ntool_calls\x18\x04 \x03(\x0b\x32\x14.pdserve.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12&\n\x05parts\x18\x06 \x03(\x0b\x32\x17.pdserve.v1.ContentPart\"I\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x05image\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.ImageH\x00\x42\x06\n\x04part\"@\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03url\x18\x02 \x01(\tH\x00\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\tB\x08\n\x06source\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"b\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x17\n\x0fparameters_json\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\xe7\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12+\n\x0bstop_reason\x18\x07 \x01(\x0b\x32\x16.pdserve.v1.StopReason\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12$\n\x07receipt\x18\t \x01(\x0b\x32\x13.pdserve.v1.Receipt\x12\x35\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\x12\x11\n\treasoning\x18\x0b \x01(\t\x12-\n\ntool_calls\x18\x0c \x03(\x0b\x32\x19.pdserve.v1.ToolCallDelta\x12\r\n\x05model\x18\r \x01(\t\x12\x31\n\x0erouted_experts\x18\x0e \x01(\x0b\x32\x19.pdserve.v1.RoutedExperts\"\x13\n\x11ListModelsRequest\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelCard\"T\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x0e\n\x06parent\x18\x04 \x01(\t*e\n\x0cServiceClass\x12\x1d\n\x19SERVICE_CLASS_UNSPECIFIED\x10\x00\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x01\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x02*\x86\x01\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_AUTO\x10\x01\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x02\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x03\x12\x15\n\x11TOOL_CHOICE_NAMED\x10\x04\x32\xa2\x01\n\nGeneration\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVICECLASS']._serialized_start=1906
-  _globals['_SERVICECLASS']._serialized_end=2007
-  _globals['_TOOLCHOICE']._serialized_start=2010
-  _globals['_TOOLCHOICE']._serialized_end=2144
+  _globals['_SERVICECLASS']._serialized_start=1924
+  _globals['_SERVICECLASS']._serialized_end=2025
+  _globals['_TOOLCHOICE']._serialized_start=2028
+  _globals['_TOOLCHOICE']._serialized_end=2162
   _globals['_GENERATEREQUEST']._serialized_start=69
-  _globals['_GENERATEREQUEST']._serialized_end=694
-  _globals['_TOKENIDS']._serialized_start=696
-  _globals['_TOKENIDS']._serialized_end=719
-  _globals['_CHATMESSAGES']._serialized_start=721
-  _globals['_CHATMESSAGES']._serialized_end=778
-  _globals['_CHATMESSAGE']._serialized_start=781
-  _globals['_CHATMESSAGE']._serialized_end=948
-  _globals['_CONTENTPART']._serialized_start=950
-  _globals['_CONTENTPART']._serialized_end=1023
-  _globals['_IMAGE']._serialized_start=1025
-  _globals['_IMAGE']._serialized_end=1089
-  _globals['_TOOLCALL']._serialized_start=1091
-  _globals['_TOOLCALL']._serialized_end=1146
-  _globals['_TOOL']._serialized_start=1148
-  _globals['_TOOL']._serialized_end=1246
-  _globals['_GENERATERESPONSE']._serialized_start=1249
-  _globals['_GENERATERESPONSE']._serialized_end=1736
-  _globals['_LISTMODELSREQUEST']._serialized_start=1738
-  _globals['_LISTMODELSREQUEST']._serialized_end=1757
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1759
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1818
-  _globals['_MODELCARD']._serialized_start=1820
-  _globals['_MODELCARD']._serialized_end=1904
-  _globals['_GENERATION']._serialized_start=2147
-  _globals['_GENERATION']._serialized_end=2309
+  _globals['_GENERATEREQUEST']._serialized_end=712
+  _globals['_TOKENIDS']._serialized_start=714
+  _globals['_TOKENIDS']._serialized_end=737
+  _globals['_CHATMESSAGES']._serialized_start=739
+  _globals['_CHATMESSAGES']._serialized_end=796
+  _globals['_CHATMESSAGE']._serialized_start=799
+  _globals['_CHATMESSAGE']._serialized_end=966
+  _globals['_CONTENTPART']._serialized_start=968
+  _globals['_CONTENTPART']._serialized_end=1041
+  _globals['_IMAGE']._serialized_start=1043
+  _globals['_IMAGE']._serialized_end=1107
+  _globals['_TOOLCALL']._serialized_start=1109
+  _globals['_TOOLCALL']._serialized_end=1164
+  _globals['_TOOL']._serialized_start=1166
+  _globals['_TOOL']._serialized_end=1264
+  _globals['_GENERATERESPONSE']._serialized_start=1267
+  _globals['_GENERATERESPONSE']._serialized_end=1754
+  _globals['_LISTMODELSREQUEST']._serialized_start=1756
+  _globals['_LISTMODELSREQUEST']._serialized_end=1775
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1777
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1836
+  _globals['_MODELCARD']._serialized_start=1838
+  _globals['_MODELCARD']._serialized_end=1922
+  _globals['_GENERATION']._serialized_start=2165
+  _globals['_GENERATION']._serialized_end=2327
 # @@protoc_insertion_point(module_scope)

@@ -31,7 +31,7 @@ TOOL_CHOICE_REQUIRED: ToolChoice
 TOOL_CHOICE_NAMED: ToolChoice
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "messages", "token_ids", "sampling", "priority", "service_class", "resume_token_ids", "cache_salt", "adapter", "tools", "tool_choice", "tool_name", "parallel_tool_calls", "include_reasoning", "enable_thinking", "inference_geo")
+    __slots__ = ("request_id", "model", "text", "messages", "token_ids", "sampling", "priority", "service_class", "resume_token_ids", "cache_salt", "adapter", "tools", "tool_choice", "tool_name", "parallel_tool_calls", "include_reasoning", "enable_thinking", "inference_geo", "stale_kv")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class GenerateRequest(_message.Message):
     INCLUDE_REASONING_FIELD_NUMBER: _ClassVar[int]
     ENABLE_THINKING_FIELD_NUMBER: _ClassVar[int]
     INFERENCE_GEO_FIELD_NUMBER: _ClassVar[int]
+    STALE_KV_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -68,7 +69,8 @@ class GenerateRequest(_message.Message):
     include_reasoning: bool
     enable_thinking: bool
     inference_geo: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., service_class: _Optional[_Union[ServiceClass, str]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ..., include_reasoning: _Optional[bool] = ..., enable_thinking: _Optional[bool] = ..., inference_geo: _Optional[str] = ...) -> None: ...
+    stale_kv: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., service_class: _Optional[_Union[ServiceClass, str]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., tool_name: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ..., include_reasoning: _Optional[bool] = ..., enable_thinking: _Optional[bool] = ..., inference_geo: _Optional[str] = ..., stale_kv: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -26,7 +26,7 @@ from pdserve.v1 import generation_pb2 as pdserve_dot_v1_dot_generation__pb2
 from pdserve.v1 import worker_pb2 as pdserve_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pdserve/v1/peer.proto\x12\npdserve.v1\x1a\x1bpdserve/v1/generation.proto\x1a\x17pdserve/v1/worker.proto\"\xe1\x01\n\x0e\x46orwardRequest\x12#\n\x07request\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Submit\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x05 \x01(\x03\x12/\n\rservice_class\x18\x06 \x01(\x0e\x32\x18.pdserve.v1.ServiceClass\x12\x0f\n\x07session\x18\x07 \x01(\t\x12\x0f\n\x07regions\x18\x08 \x03(\t\x12\x13\n\x0b\x66rom_region\x18\t \x01(\t\"\x10\n\x0eGetLoadRequest\"U\n\nRegionLoad\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12%\n\x06models\x18\x03 \x03(\x0b\x32\x15.pdserve.v1.ModelLoad\"\xc4\x01\n\tModelLoad\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.ModelInfo\x12\x0f\n\x07workers\x18\x02 \x01(\r\x12\x30\n\x06ttft_s\x18\x03 \x03(\x0b\x32 .pdserve.v1.ModelLoad.TtftSEntry\x12\x10\n\x08\x61\x64\x61pters\x18\x04 \x03(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x1a,\n\nTtftSEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\")\n\x18GetModelTokenizerRequest\x12\r\n\x05model\x18\x01 \x01(\t2\xde\x01\n\x04Peer\x12\x45\n\x07\x46orward\x12\x1a.pdserve.v1.ForwardRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12=\n\x07GetLoad\x12\x1a.pdserve.v1.GetLoadRequest\x1a\x16.pdserve.v1.RegionLoad\x12P\n\x0cGetTokenizer\x12$.pdserve.v1.GetModelTokenizerRequest\x1a\x1a.pdserve.v1.TokenizerFilesb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15pdserve/v1/peer.proto\x12\npdserve.v1\x1a\x1bpdserve/v1/generation.proto\x1a\x17pdserve/v1/worker.proto\"\xf3\x01\n\x0e\x46orwardRequest\x12#\n\x07request\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.Submit\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x05 \x01(\x03\x12/\n\rservice_class\x18\x06 \x01(\x0e\x32\x18.pdserve.v1.ServiceClass\x12\x0f\n\x07session\x18\x07 \x01(\t\x12\x0f\n\x07regions\x18\x08 \x03(\t\x12\x13\n\x0b\x66rom_region\x18\t \x01(\t\x12\x10\n\x08stale_kv\x18\n \x01(\t\"\x10\n\x0eGetLoadRequest\"U\n\nRegionLoad\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12%\n\x06models\x18\x03 \x03(\x0b\x32\x15.pdserve.v1.ModelLoad\"\xc4\x01\n\tModelLoad\x12#\n\x04info\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.ModelInfo\x12\x0f\n\x07workers\x18\x02 \x01(\r\x12\x30\n\x06ttft_s\x18\x03 \x03(\x0b\x32 .pdserve.v1.ModelLoad.TtftSEntry\x12\x10\n\x08\x61\x64\x61pters\x18\x04 \x03(\t\x12\x0f\n\x07weights\x18\x05 \x01(\t\x1a,\n\nTtftSEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\")\n\x18GetModelTokenizerRequest\x12\r\n\x05model\x18\x01 \x01(\t2\xde\x01\n\x04Peer\x12\x45\n\x07\x46orward\x12\x1a.pdserve.v1.ForwardRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12=\n\x07GetLoad\x12\x1a.pdserve.v1.GetLoadRequest\x1a\x16.pdserve.v1.RegionLoad\x12P\n\x0cGetTokenizer\x12$.pdserve.v1.GetModelTokenizerRequest\x1a\x1a.pdserve.v1.TokenizerFilesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,17 +36,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELLOAD_TTFTSENTRY']._loaded_options = None
   _globals['_MODELLOAD_TTFTSENTRY']._serialized_options = b'8\001'
   _globals['_FORWARDREQUEST']._serialized_start=92
-  _globals['_FORWARDREQUEST']._serialized_end=317
-  _globals['_GETLOADREQUEST']._serialized_start=319
-  _globals['_GETLOADREQUEST']._serialized_end=335
-  _globals['_REGIONLOAD']._serialized_start=337
-  _globals['_REGIONLOAD']._serialized_end=422
-  _globals['_MODELLOAD']._serialized_start=425
-  _globals['_MODELLOAD']._serialized_end=621
-  _globals['_MODELLOAD_TTFTSENTRY']._serialized_start=577
-  _globals['_MODELLOAD_TTFTSENTRY']._serialized_end=621
-  _globals['_GETMODELTOKENIZERREQUEST']._serialized_start=623
-  _globals['_GETMODELTOKENIZERREQUEST']._serialized_end=664
-  _globals['_PEER']._serialized_start=667
-  _globals['_PEER']._serialized_end=889
+  _globals['_FORWARDREQUEST']._serialized_end=335
+  _globals['_GETLOADREQUEST']._serialized_start=337
+  _globals['_GETLOADREQUEST']._serialized_end=353
+  _globals['_REGIONLOAD']._serialized_start=355
+  _globals['_REGIONLOAD']._serialized_end=440
+  _globals['_MODELLOAD']._serialized_start=443
+  _globals['_MODELLOAD']._serialized_end=639
+  _globals['_MODELLOAD_TTFTSENTRY']._serialized_start=595
+  _globals['_MODELLOAD_TTFTSENTRY']._serialized_end=639
+  _globals['_GETMODELTOKENIZERREQUEST']._serialized_start=641
+  _globals['_GETMODELTOKENIZERREQUEST']._serialized_end=682
+  _globals['_PEER']._serialized_start=685
+  _globals['_PEER']._serialized_end=907
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("request", "model", "tokenizer", "tenant", "priority", "service_class", "session", "regions", "from_region")
+    __slots__ = ("request", "model", "tokenizer", "tenant", "priority", "service_class", "session", "regions", "from_region", "stale_kv")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class ForwardRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     FROM_REGION_FIELD_NUMBER: _ClassVar[int]
+    STALE_KV_FIELD_NUMBER: _ClassVar[int]
     request: _worker_pb2.Submit
     model: str
     tokenizer: str
@@ -28,7 +29,8 @@ class ForwardRequest(_message.Message):
     session: str
     regions: _containers.RepeatedScalarFieldContainer[str]
     from_region: str
-    def __init__(self, request: _Optional[_Union[_worker_pb2.Submit, _Mapping]] = ..., model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., service_class: _Optional[_Union[_generation_pb2.ServiceClass, str]] = ..., session: _Optional[str] = ..., regions: _Optional[_Iterable[str]] = ..., from_region: _Optional[str] = ...) -> None: ...
+    stale_kv: str
+    def __init__(self, request: _Optional[_Union[_worker_pb2.Submit, _Mapping]] = ..., model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., service_class: _Optional[_Union[_generation_pb2.ServiceClass, str]] = ..., session: _Optional[str] = ..., regions: _Optional[_Iterable[str]] = ..., from_region: _Optional[str] = ..., stale_kv: _Optional[str] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

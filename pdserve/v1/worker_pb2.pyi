@@ -672,7 +672,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s", "weights_sequence", "no_tiers", "scored_from")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s", "weights_sequence", "weights_digest", "no_tiers", "scored_from")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -691,6 +691,7 @@ class Submit(_message.Message):
     MEDIA_FIELD_NUMBER: _ClassVar[int]
     NEXT_TURN_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NO_TIERS_FIELD_NUMBER: _ClassVar[int]
     SCORED_FROM_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
@@ -711,9 +712,10 @@ class Submit(_message.Message):
     media: _containers.RepeatedCompositeFieldContainer[MediaItem]
     next_turn_s: float
     weights_sequence: int
+    weights_digest: str
     no_tiers: bool
     scored_from: int
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ..., weights_sequence: _Optional[int] = ..., no_tiers: _Optional[bool] = ..., scored_from: _Optional[int] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ..., weights_sequence: _Optional[int] = ..., weights_digest: _Optional[str] = ..., no_tiers: _Optional[bool] = ..., scored_from: _Optional[int] = ...) -> None: ...
 
 class ReasoningGate(_message.Message):
     __slots__ = ("parser", "kwargs_json")

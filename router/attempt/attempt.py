@@ -25,7 +25,7 @@ from router.placement.values import may_hold
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pdserve.types import GenerateRequest, ImageData, MediaItem
+    from pdserve.types import GenerateRequest, ImageData, MediaItem, ModelWeights
     from router.attempt.handoff import Action
     from router.attempt.observer import StreamObserver
     from router.attempt.placer import Reservation
@@ -85,8 +85,9 @@ class Attempt:
             None if prefill is None else prefill.member.worker_id,
             None if previous is None else Side.PREVIOUS,
         )
+        self._weights: ModelWeights | None = None
         if previous is not None:
-            self._streams[Side.PREVIOUS] = previous
+            self._streams[Side.PREVIOUS], self._weights = previous, previous.weights
 
     async def run(self) -> Finished | Failed | Moved:
         """Send the request and wait until the attempt ends, at the latest at the request's
@@ -212,8 +213,11 @@ class Attempt:
             return
         sent = [side for side, x in self._streams.items() if x.stream_id is not None]
         command = spec.build(SubmitInputs(self._answer.tokens, self._media, sent))
-        stream.weights = stream.member.reported.weights
-        command.submit.weights_sequence = stream.weights.sequence
+        # One for all streams, so that no worker uses KV of another version: one whose weights have
+        # changed since it was reserved refuses the request.
+        self._weights = stream.weights = self._weights or stream.member.reported.weights
+        submit = command.submit
+        submit.weights_sequence, submit.weights_digest = stream.weights.identity
         storage, topology = self._request.storage, stream.member.info.topology
         command.submit.no_tiers = not may_hold(storage, topology)
         prompt = wire.prompt_command(self._request.prompt_token_ids)

@@ -21,7 +21,7 @@ from pdserve.errors import (
 )
 from pdserve.model.pixels import Pixels
 from pdserve.net import deadline, rpc
-from pdserve.types import GenerateRequest, ReasoningGate, ServiceClass
+from pdserve.types import GenerateRequest, ReasoningGate, ServiceClass, StaleKv
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1 import peer_pb2 as p
 from router.attempt.answer import AnswerDelta
@@ -51,6 +51,7 @@ async def request_to_pb(
         session=request.session,
         regions=sorted(request.regions or ()),
         from_region=from_region,
+        stale_kv=request.stale_kv or "",
     )
     media = () if request.pixels is None else await request.pixels.read()
     complete(found.request, request, SubmitInputs(request.resume, media, ()))
@@ -89,6 +90,7 @@ def request_from_pb(
         session=message.session,
         regions=frozenset(message.regions) or None,
         from_region=message.from_region,
+        stale_kv=StaleKv(message.stale_kv) if message.stale_kv in set(StaleKv) else None,
     )
 
 

@@ -12,7 +12,7 @@ from router.attempt.recovery import LIVE_KV, Recovery, RetryStep
 from router.attempt.streams import Answer
 
 if TYPE_CHECKING:
-    from pdserve.types import GenerateRequest
+    from pdserve.types import GenerateRequest, ModelWeights
     from router.attempt.answer import Out
     from router.attempt.attempt import Attempt
     from router.attempt.handoff import Finished
@@ -49,6 +49,14 @@ class OpenAnswer:
     @property
     def is_suspect(self) -> bool:
         return self.recovery.is_suspect(len(self.answer.tokens))
+
+    @property
+    def sampled_by(self) -> ModelWeights | None:
+        """The weights that sampled the last token of the answer, None if it has no token of this
+        router."""
+        if len(self.answer.tokens) <= len(self.request.resume):
+            return None
+        return next((x.weights for x in reversed(self.answer.streams) if x.weights), None)
 
     def last_delta(self, end: Finished) -> AnswerDelta:
         """Record the end of the answer, and return its last delta."""
@@ -108,6 +116,7 @@ def open_answers(
             resumed=len(request.resume),
             deadline=request.deadline,
             wanted=demand.wanted,
+            stale_kv=request.stale_kv,
         )
         answer.retries = recovery.retries
         opened.append(OpenAnswer(own, demand, answer, suspicion, recovery))

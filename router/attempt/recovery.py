@@ -37,7 +37,7 @@ from pdserve.errors import (
     Unavailable,
     WeightsChanging,
 )
-from pdserve.types import FinishReason, StreamDelta
+from pdserve.types import FinishReason, StaleKv, StreamDelta
 from router.admission import UNAVAILABLE_RETRY_AFTER_S
 from router.attempt.answer import deadline_passed
 from router.attempt.handoff import MOVED, RETRYABLE, Failed, Finished, Side
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.config import QueueConfig, RetryConfig
+    from pdserve.types import ModelWeights
     from router.fleet.health import Pair
 
 # In receipts: the step of a request that moved with its KV.
@@ -181,17 +182,22 @@ class Wait(Struct, frozen=True):
     until: float
 
 
+ABORTED = Complete(Finished(StreamDelta(0), FinishReason.ABORT))
+"""The answer ends with the tokens that it has."""
+
 Decision = Complete | GiveUp | RunAttempt | ReserveWorkers | Ping | Confirm | Wait
 
 
 class RecoveryLimits(NamedTuple):
     """`queue.timeout_s`: maximum wait for another worker. `retry.max_worker_deaths`: number of
-    workers that die under one request before it is refused. `steps`: the retry steps in order."""
+    workers that die under one request before it is refused. `steps`: the retry steps in order.
+    `stale_kv`: of requests that do not say."""
 
     queue: QueueConfig
     retry: RetryConfig
     steps: tuple[RetryStep, ...] = GENERATE_STEPS
     max_retries: int = 16
+    stale_kv: str = StaleKv.RECOMPUTE
 
 
 class Recovery:
@@ -211,9 +217,11 @@ class Recovery:
         resumed: int = 0,
         deadline: float | None = None,
         wanted: str = "",
+        stale_kv: StaleKv | None = None,
     ) -> None:
         """`suspicion`: the deaths under the request, shared by its answers. `resumed`: tokens that
         the client had before. `deadline`: loop time. `wanted`: model and adapter, for messages."""
+        self._ends_with_weights = (stale_kv or limits.stale_kv) == StaleKv.ABORT
         self._limits, self._suspicion = limits, suspicion
         self._max_tokens, self._wanted = max_tokens, wanted
         self._deadline = math.inf if deadline is None else deadline
@@ -274,10 +282,12 @@ class Recovery:
         """Decide after an attempt that failed on `workers`, in order of their phases."""
         error = end.error
         if isinstance(error, AnswerAborted):
-            return Complete(Finished(StreamDelta(0), FinishReason.ABORT))
+            return ABORTED
         if not isinstance(error, RETRYABLE):
             return GiveUp(error)
         if isinstance(error, WeightsChanging):
+            if self._ends_with_weights and facts.tokens:
+                return ABORTED
             # Nobody failed. Wait, because the report of the worker may arrive after its refusal.
             self._search(error, MOVED, facts)
             return Wait(min(self._limit(facts), facts.now + POLL_S))
@@ -292,6 +302,14 @@ class Recovery:
         if self.is_suspect(facts.tokens) and deaths >= self._limits.retry.max_worker_deaths:
             return Confirm()
         return self._next(facts)
+
+    def before_attempt(
+        self, sampled_by: ModelWeights | None, asked: ModelWeights
+    ) -> Complete | None:
+        """Decide before an attempt at workers with the weights `asked`. `sampled_by`: the weights
+        that sampled the last token so far, None if there is none."""
+        is_stale = sampled_by is not None and sampled_by.identity != asked.identity
+        return ABORTED if is_stale and self._ends_with_weights else None
 
     def confirmed(self, deaths: int, facts: Facts) -> Decision:
         """Decide after the number of deaths under the request is confirmed."""

@@ -37,6 +37,7 @@ from pdserve.types import (
     Receipt,
     SamplingParams,
     ServiceClass,
+    StaleKv,
     StructuredOutput,
 )
 from router.dialects.parsed_request import OPEN_ENDED, ParsedRequest
@@ -324,6 +325,24 @@ def not_supported(field: str, reason: str = "") -> UnsupportedField:
     return UnsupportedField(text, field=field)
 
 
+StaleKvValue = Annotated[
+    str | None,
+    Meta(
+        description="What happens to the answer if the weights change: `recompute` continues it "
+        "with the new ones, `abort` ends it. Default: router.weights.stale_kv."
+    ),
+]
+
+
+def stale_kv_of(value: str) -> StaleKv | None:
+    """Return the value of the field. Raises UnsupportedField or InvalidRequest."""
+    if value == "allow":
+        raise not_supported("stale_kv", "KV of former weights is never used, so not allow")
+    if value not in {"", *StaleKv}:
+        raise InvalidRequest(f"'stale_kv' must be one of {', '.join(StaleKv)}", field="stale_kv")
+    return StaleKv(value) if value else None
+
+
 # JSON has no infinity. OpenAI uses this value for a token that is practically impossible.
 MIN_LOGPROB = -9999.0
 
@@ -374,6 +393,7 @@ class OpenAiBody(GenerateBody, kw_only=True):
     cache_salt: Annotated[
         Text | None, Meta(description="Only requests with the same salt share cached prefixes.")
     ] = None
+    stale_kv: StaleKvValue = None
     user: Ignored = None
     min_p: Share | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
@@ -431,6 +451,7 @@ class OpenAiBody(GenerateBody, kw_only=True):
             service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
             given=given.keys(),
             cache_salt=self.cache_salt or "",
+            stale_kv=stale_kv_of(self.stale_kv or ""),
             session=self.session_id or self.prompt_cache_key or session,
             **own,
         )

@@ -22,7 +22,7 @@ from router.dialects.conversation import (
     read_tools,
     without_billing,
 )
-from router.dialects.fields import MAX_MESSAGES, convert
+from router.dialects.fields import MAX_MESSAGES, convert, stale_kv_of
 from router.dialects.image_parts import image_at, image_of
 from router.dialects.parsed_request import OPEN_ENDED, ParsedRequest
 
@@ -128,6 +128,7 @@ def _parsed(request: g.GenerateRequest) -> ParsedRequest:
         resume=tuple(request.resume_token_ids),
         given={field.name for field, _ in request.sampling.ListFields()},
         cache_salt=request.cache_salt,
+        stale_kv=stale_kv_of(request.stale_kv),
         parsing_options=options,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from pdserve.model.tokenizer import Conversation
-from pdserve.types import SamplingParams, ServiceClass
+from pdserve.types import SamplingParams, ServiceClass, StaleKv
 
 # `max_tokens` of a request without a limit. It becomes the rest of the context once the prompt's
 # length is known.
@@ -49,6 +49,7 @@ class ParsedRequest(Struct, frozen=True, eq=False):
     given: Collection[str] = ()
     add_special_tokens: bool | None = None  # as in PromptText
     cache_salt: str = ""
+    stale_kv: StaleKv | None = None
     session: str = ""
     starts_session: bool = False
     echo: bool = False

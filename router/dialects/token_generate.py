@@ -21,6 +21,7 @@ from router.dialects.fields import (
     GenerateBody,
     Known,
     OpenAiBody,
+    StaleKvValue,
     Strict,
     TokenId,
     UsageBody,
@@ -112,6 +113,7 @@ class TokenGenerateRequest(GenerateBody, kw_only=True):
     ] = None
     cache_salt: str | None = None
     priority: int | None = None
+    stale_kv: StaleKvValue = None
 
     def named_id(self) -> str | None:
         return self.request_id
@@ -119,7 +121,7 @@ class TokenGenerateRequest(GenerateBody, kw_only=True):
     def parse(self) -> list[ParsedRequest]:
         if self.sampling_params.stream is not None:
             raise not_supported("sampling_params.stream", "set stream beside sampling_params")
-        fields = self.given("model", "cache_salt", "priority")
+        fields = self.given("model", "cache_salt", "priority", "stale_kv")
         sampling = structs.replace(self.sampling_params, **fields)
         return [sampling.request_for(tuple(self.token_ids))]
 

@@ -243,13 +243,13 @@ class Fleet:
     def _compare_weights(self, member: Member) -> None:
         """Follow the newest weights of the model of `member`. Workers with older ones get no
         requests, so two workers with different weights never meet."""
-        model, sequence = member.info.model.name, member.reported.weights.sequence
-        newest = self.weights_of(model).sequence
-        if sequence > newest:
-            self._weights[model] = member.reported.weights
+        model, weights = member.info.model.name, member.reported.weights
+        newest = self.weights_of(model)
+        if weights.identity > newest.identity:
+            self._weights[model] = weights
             for other in self.members.values():
                 other.is_outdated |= other.info.model.name == model
-        member.is_outdated = sequence < newest
+        member.is_outdated = weights.identity < newest.identity
 
     def weights_of(self, model: str) -> ModelWeights:
         """Return the newest weights that a worker of `model` has had."""

@@ -434,6 +434,7 @@ class Intake:
             traceparent=_valid_traceparent(origin.traceparent),
             adapter=adapter,
             cache_salt=salt,
+            stale_kv=parsed.stale_kv,
             parsing=parsing,
             media=tuple([x.without_data() for x in rendered]),
             pixels=Pixels(rendered) if rendered else None,

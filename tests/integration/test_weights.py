@@ -46,8 +46,8 @@ def checkpoint(directory: Path, seed: int) -> str:
 async def trained(tmp_path: Path, **options: Any) -> AsyncIterator[tuple[Cluster, list[str]]]:
     """Start a cluster with checkpoints 1 to 3. Yield it and the digests, "" for the first."""
     digests = ["", *(checkpoint(tmp_path / str(i), i) for i in (1, 2, 3))]
-    hold_s = options.pop("hold_s", WAIT_S)
-    weights = {"directories": [str(tmp_path)], "timeout_s": WAIT_S, "hold_s": hold_s}
+    weights = {"directories": [str(tmp_path)], "timeout_s": WAIT_S, "hold_s": WAIT_S}
+    weights |= {x: options.pop(x) for x in ("hold_s", "stale_kv") if x in options}
     router = {"weights": weights, **options.pop("router", {})}
     worker = {"weights_directories": (str(tmp_path),)}
     async with Cluster(router=router, worker=worker, **options) as cluster:
@@ -197,6 +197,37 @@ async def test_aborted_answers_end_with_what_they_have(tmp_path: Path) -> None:
         whole = cluster.expected(PROMPT, LONG).token_ids
         assert answer.token_ids == whole[: len(answer.token_ids)]
         assert 20 <= len(answer.token_ids) < len(whole)
+
+
+async def test_answers_that_must_not_mix_weights_end_with_what_they_have(tmp_path: Path) -> None:
+    async with trained(tmp_path, aggregated=2, stale_kv="abort") as (cluster, digests):
+        asking, _ = await asked(cluster)
+        (name,) = cluster.busy(*cluster.workers)
+        cluster.faults(name, FakeFaults(stalled=True))  # so that no answer ends before the update
+        body = {"weight_dir": str(tmp_path / "1"), "mode": "keep"}
+        assert (await post(cluster, "/update_weights", **body))[0] == 200
+        first = await asking
+        cluster.faults(name, FakeFaults())
+        # The other worker gets newer weights, then that of the answer dies.
+        asking, _ = await asked(cluster)
+        (name,) = cluster.busy(*cluster.workers)
+        cluster.faults(name, FakeFaults(stalled=True))
+        (other,) = cluster.workers.keys() - {name}
+        intake = cluster.workers[other].intake
+        intake.weights = replace(intake.weights, sequence=7, version="7")
+        cluster.workers[other].routers.renew()
+        await wait_until(lambda: cluster.router.fleet.members[name].is_outdated)
+        await cluster.kill(name)
+        second = await asking
+        for answer, digest in ((first, ""), (second, digests[1])):
+            assert answer.finish_reason is FinishReason.ABORT
+            assert len(answer.token_ids) >= 20
+            assert answer.token_ids == continued(cluster, digest, (), len(answer.token_ids))
+        sampling = {"temperature": 0, "max_tokens": 2}
+        body = {"token_ids": PROMPT, "sampling_params": sampling, "stale_kv": "allow"}
+        status, said = await post(cluster, "/inference/v1/generate", **body)
+        assert (status, said["error"]["param"]) == (400, "stale_kv")
+        assert "never used" in said["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., UpProcess]:
         (directory := folder / name).mkdir()
         flags = ["--host", "127.0.0.1", "--port", "0", "--served-model-name", MODEL]
         flags += ["--dtype", "float32", "--max-model-len", "1024", *roles]
+        for key in ("router.weights.directories", "worker.weights_directories"):
+            flags += ["--set", f"{key}=[{model}]"]
         return UpProcess(directory, str(model), *flags, command="serve", env=env)
 
     return start
@@ -158,6 +160,17 @@ async def test_each_answer_is_about_its_own_image_while_others_are_refused(serve
     assert (status, receipt["images"], receipt["transfer_blocks"] > 0) == (200, 1, True), again
     assert again["choices"][0]["message"]["content"] == expected[3]
     await served.pair.until_empty()
+
+
+async def test_images_are_encoded_again_after_an_update_of_the_weights(served: Served) -> None:
+    before = await chat_text(served.pair, chat(IMAGES[2]))
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{served.pair.http}/weight_info") as info:
+            path = (await info.json())["model_path"]
+        update = {"weight_dir": path, "mode": "keep"}
+        async with session.post(f"{served.pair.http}/update_weights", json=update) as done:
+            assert done.status == 200, await done.text()
+    assert await chat_text(served.pair, chat(IMAGES[2])) == before
 
 
 async def test_all_apis_give_the_engine_the_same_image(served: Served) -> None:

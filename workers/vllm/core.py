@@ -125,6 +125,10 @@ class VllmCore:
             raise RuntimeError(failed[0])
         if not opened.engine.reset_prefix_cache():
             raise RuntimeError("blocks of the prefix cache are in use")
+        # Also the scheduler's list of the images that are encoded, and the turns of sessions.
+        opened.engine.reset_encoder_cache()
+        if self._retention is not None:
+            self._retention.forget()
 
     def cache_change(self) -> CacheChange | None:
         """Return what changed in the prefix cache since the last call, or None."""

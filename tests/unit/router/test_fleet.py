@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import InvalidRequest
-from pdserve.types import Role, WorkerLoad
+from pdserve.types import ModelWeights, Role, WorkerLoad
 from router.attempt.placer import Charge
 from router.fleet.member import PlacedLoad
 from router.fleet.registry import FORGET_AFTER_S, Fleet
@@ -170,6 +170,18 @@ def test_a_draining_worker_is_not_ready_and_can_come_back(fleet: Fleet) -> None:
     assert states(fleet) == {"d": "draining"}
     fleet.renew("d", "e1", load=None, draining=False)
     assert states(fleet) == {"d": "ready"}
+
+
+def test_of_two_updates_with_one_number_one_is_outdated(fleet: Fleet) -> None:
+    add(fleet, worker_info("d", DECODE), worker_info("p", PREFILL))
+    first, second = (ModelWeights(1, "one", "/w", digest) for digest in ("a", "b"))
+    fleet.renew("d", "e1", load=None, draining=False, weights=second)
+    assert states(fleet) == {"d": "ready", "p": "updating"}
+    fleet.renew("p", "e1", load=None, draining=False, weights=first)
+    assert states(fleet) == {"d": "ready", "p": "updating"}
+    assert fleet.weights_of(MODEL.name) == second
+    fleet.renew("p", "e1", load=None, draining=False, weights=second)
+    assert states(fleet) == {"d": "ready", "p": "ready"}
 
 
 def test_only_the_registered_start_of_a_worker_leaves(fleet: Fleet) -> None:

@@ -29,6 +29,7 @@ from pdserve.types import (
     EngineLimits,
     FinishReason,
     MediaItem,
+    ModelWeights,
     PhaseReport,
     Role,
     SamplingParams,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from tests.support.router_stack import RouterStack
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+NEWEST = ModelWeights(2, "2", "/w", "b")
 TRANSFER = TransferReport(0.02, 0.01, 4096, 3, "loopback")
 
 
@@ -138,6 +140,17 @@ class TestAnswer:
             assert last.receipt is not None
             assert (last.receipt.first_token_source, last.receipt.decode_worker) == ("prefill", "")
             assert not decode.has_submissions
+
+    async def test_all_workers_of_an_attempt_are_asked_for_the_same_weights(
+        self, stack: RouterStack, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        # As if prefill had been left out of an update since it was reserved.
+        for worker, weights in ((prefill, ModelWeights(1, "1", "/w", "a")), (decode, NEWEST)):
+            member = stack.member(worker)
+            member.reported = structs.replace(member.reported, weights=weights)
+        async with stack.ask(request()):
+            for submit in (await prefill.submitted(), await decode.submitted()):
+                assert (submit.weights_sequence, submit.weights_digest) == NEWEST.identity
 
 
 @pytest.mark.parametrize("ending", ["answered", "failed", "lost", "left", "late"])

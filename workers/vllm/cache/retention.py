@@ -128,6 +128,10 @@ class BlockRetention:
     def expire(self) -> None:
         self._queue.release(self.table.expire(time.monotonic()))
 
+    def forget(self) -> None:
+        """End all retention, because the blocks have lost their content."""
+        self._queue.release(self.table.expire(float("inf")))
+
     def retain(self, request: Request, expected_s: float) -> None:
         """Retain the cached blocks of an ended request, whether they are free yet or not."""
         size = max(group.block_size for group in self._groups)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,8 +39,9 @@ def _tensors(worker: Any, files: WeightFiles) -> Iterator[tuple[str, torch.Tenso
     """Return all tensors as vLLM reads them from the base's directory, with the values that the
     differences replace. Whole tensors, because vLLM makes its parameters of several of them, packs
     these, and cuts them for its ranks: a value's place in a parameter is not known outside."""
-    config = worker.vllm_config.model_config
-    # As vLLM does if it gets a path: where they were before says nothing of the new weights.
+    # A copy, because the path in the engine's own configuration is a part of the key of its KV, and
+    # of the names of its tiers. What says where the former weights were is cleared, as vLLM does.
+    config = copy(worker.vllm_config.model_config)
     config.model, config.model_weights, config.revision = files.base, "", None
     loader: Any = get_model_loader(worker.vllm_config.load_config)
     deltas = read_deltas(files, field="weights.path")
