@@ -15,6 +15,10 @@ import aiohttp
 import msgspec
 import pytest
 
+from pdserve.cli.verify.endpoint import Endpoint
+from pdserve.cli.verify.outcome import Passed
+from pdserve.cli.verify.report import run_check
+from pdserve.cli.verify.weights import WEIGHTS_CHECKS
 from pdserve.errors import Unavailable
 from pdserve.model.weight_deltas import find_files, read_weights, write_delta
 from pdserve.model.weights_files import read_checkpoint
@@ -363,6 +367,20 @@ async def test_a_difference_is_updated_to_like_a_whole_checkpoint(tmp_path: Path
         assert (status, said["error"]["param"]) == (400, "weights.path")
         assert "it was made for" in said["error"]["message"]
         assert_spans(await cluster.ask(PROMPT, PLAIN), digests, cluster)
+
+
+async def test_the_checks_of_verify_hold(tmp_path: Path) -> None:
+    engine = {"prefix_cache": True}
+    async with (
+        trained(tmp_path, prefill=1, decode=1, engine_args=engine) as (cluster, _),
+        Endpoint.connect(
+            f"http://{cluster.http}", key="", tls=True, weights=str(tmp_path / "1")
+        ) as endpoint,
+    ):
+        await endpoint.discover()
+        for check in WEIGHTS_CHECKS:
+            found = (await run_check(endpoint, check)).outcome
+            assert isinstance(found, Passed), found
 
 
 async def test_updates_under_load_and_deaths_mix_no_weights(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import argparse
 
     from pdserve.cli.options import Subparsers
-    from pdserve.cli.verify.checks import Check
     from pdserve.cli.verify.endpoint import Endpoint
+    from pdserve.cli.verify.outcome import Check
 
 ALL_HOLD, SOME_FAIL, UNCHECKED = 0, 1, 2
 
@@ -48,6 +48,8 @@ def register(commands: Subparsers) -> None:
     parser.add_argument("--concurrency", type=int, default=8, metavar="N", help=text)
     text = "the endpoint claims P/D: fail if there is no sign of it"
     parser.add_argument("--disaggregated", action="store_true", help=text)
+    text = "checkpoint on the workers' machines: the model is paused, and updated to it"
+    parser.add_argument("--weights", default="", metavar="DIR", help=text)
     parser.add_argument("--json", action="store_true", help="print results and evidence as JSON")
     add_dial_options(parser)
 
@@ -70,6 +72,7 @@ async def _run(args: argparse.Namespace) -> int:
         concurrency=args.concurrency,
         timeout_s=args.timeout,
         is_claimed=args.disaggregated,
+        weights=args.weights,
     ) as endpoint:
         try:
             async with asyncio.timeout(args.timeout):

@@ -7,19 +7,27 @@ import base64
 import json
 import math
 import re
-import secrets
 import struct
 import zlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.verify.compare import difference, is_rounding
 from pdserve.cli.verify.endpoint import ANSWER_TOKENS, EndpointAnswer, Refused, together
+from pdserve.cli.verify.outcome import (
+    CACHE_TRIES,
+    FILLER,
+    Check,
+    CheckFailed,
+    NotApplicable,
+    Passed,
+    cached_tokens,
+    fresh,
+)
+from pdserve.cli.verify.weights import WEIGHTS_CHECKS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
     from pdserve.cli.verify.endpoint import Body, Endpoint, EndpointChoice
+    from pdserve.cli.verify.outcome import Outcome
 
 CUT = "length"
 LONG_ANSWER_TOKENS = 256
@@ -27,9 +35,7 @@ LONG_ANSWER_TOKENS = 256
 MOST_WORDS = 200_000
 TOLERANCE = 1e-3
 POLL_S = 0.2
-CACHE_TRIES = 3
 QUESTIONS = ("What does prefill do?", "Name some colors and say why you like them.")
-FILLER = "The workers of a service share what they know of each prompt before they answer it. "
 # Metrics of resources that requests hold: slots, and KV blocks that no other request can use.
 HELD = (
     "pdserve_requests_running",
@@ -42,59 +48,6 @@ HELD = (
 # Its growth shows that KV came from another worker.
 HANDED_OVER = 'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}'
 PREFILL_WORKERS = 'pdserve_workers{role="prefill"}'
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckFailed:
-    """`answers`: the requests that show the failure, and their answers."""
-
-    what: str
-    answers: Sequence[EndpointAnswer] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NotApplicable:
-    why: str
-
-
-Outcome = Passed | CheckFailed | NotApplicable
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """`promise`: what holds if the check passes. `guards_against`: a failure that the `thread` on
-    GitHub reports. `at_most`: limits of (requests sent, answer tokens requested); `per_slot`: the
-    same for each concurrent request."""
-
-    run: Callable[[Endpoint], Awaitable[Outcome]]
-    promise: str
-    guards_against: str
-    thread: str
-    at_most: tuple[int, int] = (0, 0)
-    per_slot: tuple[int, int] = (0, 0)
-
-    @property
-    def name(self) -> str:
-        return self.run.__name__
-
-    @property
-    def link(self) -> str:
-        return f"https://github.com/{self.thread}"
-
-    def cost(self, concurrency: int) -> tuple[int, int]:
-        """Return (maximum requests, maximum answer tokens requested)."""
-        requests, tokens = self.per_slot
-        return self.at_most[0] + concurrency * requests, self.at_most[1] + concurrency * tokens
-
-
-def fresh(text: str) -> str:
-    """Return a prompt that no cache has, because its first tokens are new."""
-    return f"Note {secrets.token_hex(4)}. {text}"
 
 
 async def _judge(
@@ -181,7 +134,7 @@ async def usage(endpoint: Endpoint) -> Outcome:
         return CheckFailed(f"logprobs of {scores} tokens, and {made} are counted", [whole])
     if whole.text == streamed.text and _counts(whole) != _counts(streamed):
         return CheckFailed("the same answer has another usage if it is streamed", [whole, streamed])
-    if (cached := _cached(whole) or 0) > prompted / 2:
+    if (cached := cached_tokens(whole) or 0) > prompted / 2:
         return CheckFailed(
             f"{cached} of {prompted} tokens of a new prompt count as cached", [whole]
         )
@@ -191,12 +144,6 @@ async def usage(endpoint: Endpoint) -> Outcome:
 def _counts(answer: EndpointAnswer) -> tuple[int, int]:
     found = answer.usage or {}
     return found.get("prompt_tokens", 0), found.get("completion_tokens", 0)
-
-
-def _cached(answer: EndpointAnswer) -> int | None:
-    details = (answer.usage or {}).get("prompt_tokens_details") or {}
-    cached: int | None = details.get("cached_tokens")
-    return cached
 
 
 async def stop(endpoint: Endpoint) -> Outcome:
@@ -469,7 +416,7 @@ async def salt(endpoint: Endpoint) -> Outcome:
 
     async def ask(salt: str) -> tuple[EndpointAnswer, int | None]:
         answer = await endpoint.ask(prompt, cache_salt=salt, max_tokens=4)
-        return answer, _cached(answer)
+        return answer, cached_tokens(answer)
 
     one, other = fresh("one"), fresh("other")
     _, before = await ask(one)
@@ -613,4 +560,5 @@ CHECKS = (
         "modelplaneai/modelplane/pull/175",
         per_slot=(2, 2 * ANSWER_TOKENS),
     ),
+    *WEIGHTS_CHECKS,
 )

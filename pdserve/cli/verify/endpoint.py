@@ -108,7 +108,8 @@ class EndpointAnswer:
 class Endpoint:
     """The API below `url`, such as http://host:8000 or https://host/v1. `concurrency`: most
     requests at once. `timeout_s`: limit of each check. `is_claimed`: its owner claims that it
-    separates prefill and decode. `open`: unfinished requests."""
+    separates prefill and decode. `weights`: a checkpoint that its model may be updated to, or "".
+    `open`: unfinished requests."""
 
     def __init__(
         self,
@@ -119,10 +120,11 @@ class Endpoint:
         concurrency: int = 8,
         timeout_s: float = 60.0,
         is_claimed: bool = False,
+        weights: str = "",
     ) -> None:
         self.root = url.rstrip("/").removesuffix("/v1")
         self.model, self.concurrency, self.timeout_s = model, concurrency, timeout_s
-        self.is_claimed = is_claimed
+        self.is_claimed, self.weights = is_claimed, weights
         self.max_model_len: int | None = None
         self.has_logprobs = False
         self.open: list[Body] = []
@@ -147,7 +149,7 @@ class Endpoint:
         """Find the model, its context length, and the optional fields that the endpoint accepts.
         Raises Refused or Broken if it does not answer a plain question."""
         try:
-            listed = (await self._get("/v1/models")).get("data") or []
+            listed = (await self.call("/v1/models")).get("data") or []
         except Refused:
             if not self.model:
                 raise
@@ -244,10 +246,13 @@ class Endpoint:
             return {}
         return found
 
-    async def _get(self, path: str) -> Body:
-        asked = {"GET": path}
+    async def call(self, path: str, body: Body | None = None) -> Body:
+        """Return the answer to a GET, or with a `body` to a POST. Raises Refused or Broken."""
+        method = "GET" if body is None else "POST"
+        asked = {method: path}
         try:
-            async with self._session.get(self.root + path) as response:
+            url = self.root + path
+            async with self._session.request(method, url, json=body) as response:
                 await _check(asked, response)
                 return _object(asked, await response.read())
         except (aiohttp.ClientError, ValueError, OSError) as error:

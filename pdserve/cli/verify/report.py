@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.options import table_of
-from pdserve.cli.verify.checks import CheckFailed, NotApplicable, Passed
 from pdserve.cli.verify.endpoint import Broken, EndpointAnswer, Refused
+from pdserve.cli.verify.outcome import CheckFailed, NotApplicable, Passed
 from pdserve.errors import printable
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from pdserve.cli.verify.checks import Check, Outcome
     from pdserve.cli.verify.endpoint import Endpoint
+    from pdserve.cli.verify.outcome import Check, Outcome
 
 HOLDS, FAILS, NOT_APPLICABLE = "holds", "fails", "not applicable"
 # Longest text of a request or an answer on a terminal; JSON has all of it.

@@ -18,9 +18,11 @@ import pytest
 from aiohttp import web
 
 from pdserve.cli import build_parser
-from pdserve.cli.verify.checks import CHECKS, CheckFailed, NotApplicable, Passed, solid_png
+from pdserve.cli.verify.checks import CHECKS, solid_png
 from pdserve.cli.verify.endpoint import Endpoint
+from pdserve.cli.verify.outcome import CheckFailed, NotApplicable, Passed
 from pdserve.cli.verify.report import run_check
+from pdserve.cli.verify.weights import UPDATED_ANSWER_TOKENS
 from pdserve.errors import ConfigError
 from tests.support.commands import ROOT
 from tests.support.timeouts import WAIT_S
@@ -28,7 +30,7 @@ from tests.support.timeouts import WAIT_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pdserve.cli.verify.checks import Outcome
+    from pdserve.cli.verify.outcome import Outcome
 
 Body = dict[str, Any]
 BY_NAME = {check.name: check for check in CHECKS}
@@ -51,6 +53,9 @@ class Server:
         self.images: dict[str, str] = {}
         self.cached: set[tuple[str, str]] = set()
         self.draws = random.Random(0)
+        self.updates, self.updated = 0, asyncio.Event()
+        self.resumed = asyncio.Event()
+        self.resumed.set()
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
@@ -58,6 +63,10 @@ class Server:
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_post("/v1/chat/completions", self.chat)
+        if "no updates" not in self.faults:
+            app.router.add_get("/is_paused", self.is_paused)
+            for path in ("/pause", "/resume", "/update_weights"):
+                app.router.add_post(path, self.change)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -77,8 +86,34 @@ class Server:
         text = f"vllm:num_requests_running {self.running}\n{counter} {self.handed_over}\n"
         return web.Response(text=text)
 
+    async def change(self, request: web.Request) -> web.Response:
+        """Pause, resume, or update the weights."""
+        if request.path == "/update_weights":
+            self.updates += 1
+            self.updated.set()
+            if "stale prefix" not in self.faults:
+                self.cached.clear()
+        elif request.path == "/resume":
+            self.resumed.set()
+        elif "pause ignored" not in self.faults:
+            self.resumed.clear()
+        return web.json_response({"weight_version": str(self.updates)})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self.resumed.is_set()})
+
+    def spans(self, made: int, switched_at: int) -> list[Body]:
+        """Return which weights sampled the tokens of an answer that were sampled before and after
+        an update."""
+        version = self.updates - ("old version" in self.faults)
+        later = {"version": str(version), "worker": "w", "start": switched_at, "end": made}
+        if "spans lost" in self.faults or not switched_at:
+            return [later]
+        return [{"version": "before", "worker": "w", "start": 0, "end": switched_at}, later]
+
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        await self.resumed.wait()
         self.requests += 1
         self.asked_tokens += body["max_tokens"] * body.get("n", 1)
         if refusal := self.refusal(body):
@@ -201,7 +236,10 @@ class Server:
         ]
         if not body.get("stream"):
             whole = [merged(events, index) for index in range(count)]
-            return web.json_response({"choices": whole, "usage": usage})
+            found: Body = {"choices": whole, "usage": usage}
+            if self.updates and "no spans" not in self.faults:
+                found["pdserve"] = {"receipt": {"spans": self.spans(made, 0)}}
+            return web.json_response(found)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for number, event in enumerate(events):
@@ -210,7 +248,12 @@ class Server:
             await response.write(b"data: %s\n\n" % json.dumps({"choices": [event]}).encode())
             if number == 2 and body["max_tokens"] == 256:
                 await asyncio.Event().wait()  # the client goes away
-        await response.write(b"data: %s\n\n" % json.dumps({"choices": [], "usage": usage}).encode())
+            if number == 2 and body["max_tokens"] == UPDATED_ANSWER_TOKENS:
+                await self.updated.wait()
+        last: Body = {"choices": [], "usage": usage}
+        if self.updates:
+            last["pdserve"] = {"receipt": {"spans": self.spans(made, 3)}}
+        await response.write(b"data: %s\n\n" % json.dumps(last).encode())
         if "no end" not in self.faults:
             await response.write(b"data: [DONE]\n\n")
         return response
@@ -260,7 +303,9 @@ def merged(events: list[Body], index: int) -> Body:
 async def endpoint_of(server: Server, **options: Any) -> AsyncIterator[Endpoint]:
     async with (
         server.serve() as url,
-        Endpoint.connect(url, key="", tls=True, **{"concurrency": SLOTS, **options}) as endpoint,
+        Endpoint.connect(
+            url, key="", tls=True, **{"concurrency": SLOTS, "weights": "/w", **options}
+        ) as endpoint,
     ):
         await endpoint.discover()
         yield endpoint
@@ -308,6 +353,10 @@ FAULTS = [
     ("images", "image dropped", "adds no tokens"),
     ("salt", "salt ignored", "another salt"),
     ("disaggregation", "aggregated", "no sign of a hand-over"),
+    ("stale_prefix", "stale prefix", "from before the update to 1"),
+    ("versions", "spans lost", "the spans of 128 tokens are 3 to 128"),
+    ("versions", "old version", "after the update to 1 tokens are of 0"),
+    ("pause", "pause ignored", "a request was answered"),
 ]
 
 
@@ -360,12 +409,26 @@ async def test_without_logprobs_a_difference_is_undecided_unless_it_comes_again(
         ("images", "no images"),
         ("salt", "no cache_salt"),
         ("disaggregation", "aggregated"),
+        ("stale_prefix", "no updates"),
+        ("versions", "no updates"),
+        ("versions", "no spans"),
+        ("pause", "no updates"),
     ],
 )
 async def test_checks_of_features_that_an_endpoint_lacks_are_not_applicable(
     name: str, fault: str
 ) -> None:
     assert isinstance(await outcome(name, fault), NotApplicable)
+
+
+async def test_a_model_is_not_updated_unless_a_checkpoint_is_named() -> None:
+    server = Server()
+    async with endpoint_of(server, timeout_s=WAIT_S, weights="") as endpoint:
+        for name in ("stale_prefix", "versions", "pause"):
+            found = (await run_check(endpoint, BY_NAME[name])).outcome
+            assert isinstance(found, NotApplicable), found
+            assert "--weights" in found.why
+    assert not server.updates
 
 
 async def test_images_are_checked_with_a_model_that_names_no_colors() -> None:
