@@ -33,10 +33,10 @@ async def keep_capsules(
     expected: Mapping[int, ObservedAnswer],
     folder: Path,
 ) -> list[str]:
-    """Write a capsule of each bad answer, at most MOST, and return the files."""
+    """Write a capsule of a bad answer to each question, at most MOST, and return the files."""
     found = []
-    for answer in list(bad)[:MOST]:
-        number = answer.number % REPEATED
+    by_question = {x.number % REPEATED: x for x in bad}
+    for number, answer in [*by_question.items()][:MOST]:
         data = await run.service.capsule(answer.request_id) if answer.request_id else None
         question, model = run.questions[number], run.service.ready["model"]
         capsule = _capsule(data, answer, question, model)

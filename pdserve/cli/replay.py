@@ -95,7 +95,8 @@ class Repeated(Struct, kw_only=True):
 
 class Verdict(Struct, kw_only=True):
     """`compared_with`: the "expected" or the "sent" answer. `tokens`: how many could be compared.
-    `points_to`: what the evidence says, the most likely first."""
+    `worker`: that the evidence points to, "" for none. `points_to`: what it says, the most likely
+    first."""
 
     result: str
     request_id: str
@@ -231,7 +232,7 @@ def body_of(capsule: Capsule, model: str = "") -> dict[str, Any]:
     """Return the request for POST /inference/v1/generate, with every sampling parameter: the
     defaults of the service may be others."""
     params = {k: x for k, x in capsule.sampling.items() if x is not None}
-    for name in ("prompt_logprobs", "logprobs"):
+    for name in ("prompt_logprobs", "logprobs", "routed_experts"):
         params.pop(name, None)
     if constraint := params.pop("structured_output", None):
         kind, value = constraint["kind"], constraint.get("value", "")
@@ -304,7 +305,9 @@ def verdict_of(capsule: Capsule, replays: list[Repeated], why_not: Sequence[str]
         verdict.worker = _only(x.sampled_by for x in differ)
         verdict.blocks, texts = _blocks(capsule, differ[0])
         verdict.points_to += texts
-    verdict.points_to += _of_incident(capsule)
+    worker, texts = _of_incident(capsule)
+    verdict.worker = verdict.worker or worker
+    verdict.points_to += texts
     errors = dict.fromkeys(x.error for x in replays if x.error)
     verdict.points_to += errors
     if capsule.header.code and any(x.startswith(f"{capsule.header.code}:") for x in errors):
@@ -355,10 +358,13 @@ def _blocks(capsule: Capsule, wrong: Repeated) -> tuple[str, list[str]]:
     return f"{prompt}-{last}", [text]
 
 
-def _of_incident(capsule: Capsule) -> list[str]:
-    """Return where the sent answer parts from the expected one, and who sampled that token."""
-    found = []
+def _of_incident(capsule: Capsule) -> tuple[str, list[str]]:
+    """Return the worker that sampled the first wrong token of the incident, "" if none was wrong or
+    nobody knows, and what the capsule says of the incident."""
+    first, found = "", list[str]()
     for answer in capsule.answers:
+        dead = dict.fromkeys(x.worker for x in answer.streams if x.died)
+        found += [f"in the incident {name} died while it ran the request" for name in dead]
         if answer.expected is None:
             continue
         is_whole = bool(answer.finish_reason)
@@ -369,10 +375,11 @@ def _of_incident(capsule: Capsule) -> list[str]:
         text = f"in the incident token {at} of answer {answer.index} was wrong"
         for span in answer.spans:
             if span.start <= at < span.end:
+                first = first or span.worker
                 text += f"; {span.worker} sampled it"
                 text += f" with KV from {span.source}" if span.source else ""
         found.append(text)
-    return found
+    return first, found
 
 
 def show(verdict: Verdict) -> None:

@@ -130,13 +130,16 @@ async def test_each_bad_answer_leaves_a_capsule_with_the_right_one(tmp_path: Pat
         sampling={"temperature": 0.0},
         answers=[CapsuleAnswer(tokens=[1, 9], spans=[CapsuleSpan("d", 0, 2)])],
     )
-    run = run_of([Question(1, "greedy", (1, 2), SamplingParams(max_tokens=3, temperature=0.0))])
+    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    run = run_of([Question(number, "greedy", (1, 2), sampling) for number in (1, 2)])
     run.service = cast("Any", KeepsCapsules({"a": of_router}))
     known = answer([1, 9], "a", "failed", "", request_id="a")
     # Its router was killed, or it is a line of a batch.
-    unknown = replace(known, number=1 + REPEATED, request_id="", error="died", code="unavailable")
-    files = await keep_capsules("kill", run, [known, unknown], {1: WANT}, tmp_path / "capsules")
-    assert [x.rpartition("/")[2] for x in files] == ["kill-1.capsule", "kill-1000001.capsule"]
+    unknown = replace(known, number=2 + REPEATED, request_id="", error="died", code="unavailable")
+    files = await keep_capsules(
+        "kill", run, [known, unknown], {1: WANT, 2: WANT}, tmp_path / "capsules"
+    )
+    assert [x.rpartition("/")[2] for x in files] == ["kill-1.capsule", "kill-1000002.capsule"]
     one, other = (unseal((tmp_path / x).read_bytes()) for x in files)
     assert [x.header.reason for x in (one, other)] == ["chaos", "chaos"]
     assert one.answers[0].spans == of_router.answers[0].spans

@@ -14,7 +14,13 @@ from pdserve.cli.replay import (
     show,
     verdict_of,
 )
-from pdserve.observe.capsules import Capsule, CapsuleAnswer, CapsuleHeader, CapsuleSpan
+from pdserve.observe.capsules import (
+    Capsule,
+    CapsuleAnswer,
+    CapsuleHeader,
+    CapsuleSpan,
+    CapsuleStream,
+)
 
 SENT = [5, 6, 7, 8]
 RECEIPT = {"prefill_worker": "p", "decode_worker": "d", "transport": "tcp"}
@@ -64,9 +70,16 @@ def test_the_expected_answer_is_what_counts() -> None:
         tokens=[5, 1], finish_reason="length", expected=SENT, spans=[CapsuleSpan("d", 1, 2, "p")]
     )
     found = verdict_of(capsule(wrong), [repeated(SENT, of=capsule(wrong))])
-    assert (found.result, found.compared_with) == ("same", "expected")
+    assert (found.result, found.compared_with, found.worker) == ("same", "expected", "d")
     text = "in the incident token 1 of answer 0 was wrong; d sampled it with KV from p"
     assert found.points_to == [text]
+
+
+def test_a_worker_that_died_in_the_incident_is_named() -> None:
+    stream = CapsuleStream(worker="d", instance="i", role="decode", side="decode", died=True)
+    cut = capsule(CapsuleAnswer(tokens=SENT[:2], streams=[stream, stream]))
+    found = verdict_of(cut, [repeated(SENT, of=cut)])
+    assert found.points_to == ["in the incident d died while it ran the request"]
 
 
 def test_the_worker_that_only_wrong_answers_used_is_named() -> None:
