@@ -151,7 +151,7 @@ async def test_a_dead_process_is_replaced_and_repeats_no_text(service: Service) 
 async def test_an_answer_on_which_the_process_hangs_fails_at_once_and_no_other(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path, delta_s=0.2) as service:
+    async with running(tmp_path, delta_s=1.0) as service:
 
         async def fails() -> None:
             with pytest.raises(AnswerNotParsed, match="hung on this answer"):
