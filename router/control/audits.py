@@ -54,7 +54,7 @@ FORGET_S = 86_400.0
 MAX_DIFFERENCES = 1000
 # Near ties: rounding of float32 moves a logprob by less than 0.001, of bfloat16 by 0.1 and more.
 FLOAT32_MARGIN, MARGIN = 0.01, 0.5
-AUDIT = "audit"  # reason of waste
+AUDIT = "audit"  # reason of waste, and of capsules
 
 
 class Comparison(Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec import structs
 
-from pdserve.config import AuditConfig, HealthConfig
+from pdserve.config import AuditConfig, CapsulesConfig, HealthConfig
 from pdserve.types import Adapter, ModelWeights
 from router.steps.audit import DIFFERENT, SAME, SKIPPED, AuditedAnswer, Hop
 from tests.support.cluster import LEASE_S, PLAIN, PROMPT, Cluster, Trigger, assert_same
@@ -42,9 +42,10 @@ async def until_audited(cluster: Cluster, **wanted: int) -> None:
 
 
 async def test_the_second_wrong_answer_of_a_pair_ejects_it(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    async with Cluster(prefill=1, decode=1, router=ALL) as cluster:
+    router = ALL | {"capsules": CapsulesConfig(directory=str(tmp_path))}
+    async with Cluster(prefill=1, decode=1, router=router) as cluster:
         cluster.faults("decode-0", FakeFaults(wrong_kv_from="prefill-0-*"))
         outliers, now = cluster.router.fleet.outliers, cluster.router.fleet.now
         answer = await cluster.ask(PROMPT, PLAIN)
@@ -63,6 +64,12 @@ async def test_the_second_wrong_answer_of_a_pair_ejects_it(
         assert breaker.remaining_s(now()) > ALL["audit"].eject_s - LEASE_S  # type: ignore[attr-defined]
         assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
         await until_audited(cluster, different=2, same=1)
+
+        async def are_kept() -> bool:
+            stored = await cluster.router.requests.capsules.listed()
+            return [x.header.reason for x in stored] == ["audit", "audit"]
+
+        await wait_until(are_kept)
 
 
 async def test_a_worker_that_is_wrong_in_two_pairs_is_suspended() -> None:

@@ -1,5 +1,5 @@
-"""Wrong KV and wrong prompts change the answers of real engines. Otherwise tests of exactness would
-prove nothing."""
+"""Wrong KV and wrong prompts change the answers of real engines, and audits find it. Otherwise
+tests of exactness would prove nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import pytest
 import pytest_asyncio
 
 from kv_transfer.settings import ConnectorConfig
+from router.control.audits import FLOAT32_MARGIN, compare
 from tests.support.engine_pair import EnginePair, params, prompt
 from tests.support.engines import EngineProcess, settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
+
+    from router.control.audits import Comparison
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 GREEDY = params(24, ignore_eos=True)
@@ -37,8 +40,16 @@ def damaging(pair: EnginePair, producer: EngineProcess) -> EnginePair:
     return EnginePair(producer, pair.decode, "damaging")
 
 
-@pytest.mark.parametrize("damage", ["swap", "repeat"])
-async def test_a_wrong_block_changes_the_answer(
+async def audit(engine: EngineProcess, ids: list[int], answer: Sequence[int]) -> Comparison:
+    """Compute an answer again as a router's audit does."""
+    asked = params(1, prompt_logprobs=1)
+    stream = engine.submit([*ids, *answer], asked, scored_from=len(ids))
+    (delta,) = (await engine.collect(stream)).deltas
+    return compare(answer, delta.prompt_logprobs, FLOAT32_MARGIN)
+
+
+@pytest.mark.parametrize("damage", ["", "swap", "repeat", "shift", "drop", "rotary"])
+async def test_an_audit_finds_wrong_blocks_and_a_wrong_rotary_scale(
     damaging: EnginePair, aggregated: EngineProcess, orders: Path, damage: str
 ) -> None:
     ids = prompt(200, len(damage) + 30 + 100 * damaging.decode.pid)
@@ -47,7 +58,9 @@ async def test_a_wrong_block_changes_the_answer(
     found = await damaging.run(ids, GREEDY)
     orders.write_text("", encoding="ascii")
     assert len(found.token_ids) == len(expected.token_ids)
-    assert found.token_ids != expected.token_ids
+    audited = await audit(aggregated, ids, found.token_ids)
+    assert (found.token_ids != expected.token_ids) == bool(damage)
+    assert (audited.at is not None) == bool(damage), audited
     await damaging.until_empty()
 
 

@@ -1,7 +1,8 @@
 """Loaded into a prefill engine's process: damages or delays the KV that it announces, by the order
 in a file.
 
-"swap" and "repeat" use wrong blocks in place of the request's, also for the digests.
+"swap", "repeat", "shift" and "drop" use wrong blocks in place of the request's, also for the
+digests. "rotary" scales the rotary embedding of keys and queries, as a wrong attention factor does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vllm import _custom_ops
 
 from kv_transfer.protocol.producer import Producer
 from kv_transfer.transport.mapped import MappedProducer
@@ -53,9 +56,25 @@ def _moved(self: Any, transfer_id: str, tables: list[list[int]], *rest: Any) -> 
         ids[0], ids[-1] = ids[-1], ids[0]
     elif order == "repeat":
         ids[0] = ids[1]
+    elif order == "shift":
+        ids = [*ids[-1:], *ids[:-1]]
+    elif order == "drop":
+        ids[-1] = 0  # vLLM's null block, in whose place nothing was written
     return _progress(self, transfer_id, [ids, *tables[1:]], *rest)
 
 
+_rotary = _custom_ops.rotary_embedding
+
+
+def _scaled(
+    positions: Any, query: Any, key: Any, head_size: int, cos_sin: Any, *more: Any, **options: Any
+) -> None:
+    if _order() == "rotary":
+        cos_sin = cos_sin * 1.1
+    _rotary(positions, query, key, head_size, cos_sin, *more, **options)
+
+
+_custom_ops.rotary_embedding = _scaled
 Producer.progress = _moved  # type: ignore[method-assign]
 for _producer in _sends:
     _producer.send = _held  # type: ignore[method-assign]
