@@ -62,11 +62,12 @@ class Comparison(Struct, frozen=True):
 
     `at`: index of the first token that differs, None if none does; the worker's likeliest token is
     `expected` there, and its logprob is higher by `gap`. `near_ties`: tokens that are not the
-    likeliest ones by at most the margin.
+    likeliest ones, by at most the margin; `widest` is the largest difference of one.
     """
 
     compared: int
     near_ties: int = 0
+    widest: float = 0.0
     at: int | None = None
     expected: int = 0
     gap: float = 0.0
@@ -115,14 +116,14 @@ def compare(
     `scores` are of other tokens."""
     if [x.sampled.token_id for x in scores] != list(token_ids):
         raise ValueError("the logprobs are not those of the answer")
-    near_ties = 0
+    near_ties, widest, compared = 0, 0.0, len(token_ids) - first
     for index, score in enumerate(scores[first:], first):
         best = max(score.top, key=lambda x: x.logprob, default=score.sampled)
         gap = best.logprob - score.sampled.logprob
         if not gap <= margin:  # also if it is not a number
-            return Comparison(len(token_ids) - first, near_ties, index, best.token_id, gap)
-        near_ties += gap > 0
-    return Comparison(len(token_ids) - first, near_ties)
+            return Comparison(compared, near_ties, widest, index, best.token_id, gap)
+        near_ties, widest = near_ties + (gap > 0), max(widest, gap)
+    return Comparison(compared, near_ties, widest)
 
 
 class Ejections(NamedTuple):
@@ -274,6 +275,9 @@ class Auditor:
         answer, doubt = waiting.answer, self._doubts.get(waiting)
         if doubt is None and found.at is None:
             self._end(waiting, SAME)
+            text = "request %s: an audit by %s confirms %d tokens, %d near ties up to %.3g"
+            figures = (found.compared, found.near_ties, found.widest)
+            logger.info(text, answer.request_id, verifier, *figures)
         elif doubt is None:
             self._doubts[waiting] = doubt = Doubt(verifier, found)
             if not self._able(waiting):  # else a third worker decides, once it is idle

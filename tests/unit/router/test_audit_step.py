@@ -51,18 +51,19 @@ class TestCompare:
     @pytest.mark.parametrize(
         ("gaps", "at", "near_ties"),
         [
-            ([0.0, 0.0], None, 0),
-            ([0.0, 0.25, 0.5], None, 2),
-            ([0.25, 0.75, 0.0], 1, 1),
-            ([0.0, 0.0, 3.0], 2, 0),
-            ([0.0, nan], 1, 0),
+            ([0.0, 0.0], None, (0, 0.0)),
+            ([0.0, 0.25, 0.5], None, (2, 0.5)),
+            ([0.25, 0.75, 0.0], 1, (1, 0.25)),
+            ([0.0, 0.0, 3.0], 2, (0, 0.0)),
+            ([0.0, nan], 1, (0, 0.0)),
         ],
     )
     def test_a_token_differs_beyond_the_margin(
-        self, gaps: list[float], at: int | None, near_ties: int
+        self, gaps: list[float], at: int | None, near_ties: tuple[int, float]
     ) -> None:
         found = compare(range(len(gaps)), scores(*gaps), 0.5)
-        assert (found.at, found.near_ties, found.compared) == (at, near_ties, len(gaps))
+        assert (found.at, (found.near_ties, found.widest)) == (at, near_ties)
+        assert found.compared == len(gaps)
         assert found.expected == (0 if at is None else 99)
 
     def test_tokens_of_the_client_are_not_compared(self) -> None:
