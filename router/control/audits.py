@@ -223,7 +223,7 @@ class Auditor:
     def _has_ended(self, waiting: WaitingAudit) -> bool:
         """End an answer that is too old, or whose weights are gone."""
         answer, age_s = waiting.answer, self._fleet.now() - waiting.since
-        has_weights = self._fleet.weights_of(answer.model) == answer.weights
+        has_weights = self._fleet.weights_of(answer.model).identity == answer.weights.identity
         if has_weights and age_s < self._config.max_age_s and waiting.failures < MAX_FAILURES:
             return False
         if (doubt := self._doubts.pop(waiting, None)) is None:
@@ -244,7 +244,7 @@ class Auditor:
             if m.state is MemberState.READY
             and m.worker_id not in excluded
             and may_hold(answer.regions, m.info.topology)
-            and m.reported.weights == answer.weights
+            and m.reported.weights.identity == answer.weights.identity
             and (m.info.revision, _compatibility(m)) == (answer.revision, answer.compatibility)
             and (answer.adapter is None or answer.adapter.key in m.reported.adapters)
             and "prompt_logprobs" not in m.info.unsupported_fields

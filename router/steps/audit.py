@@ -195,22 +195,20 @@ def why_not(request: GenerateRequest, answer: Answer, max_tokens: int) -> str:
         return "media"
     if computed <= 0 or len(request.prompt_token_ids) + len(answer.tokens) > max_tokens:
         return "length"
-    streams = [x for x in answer.streams if x.side is not Side.ENCODE]
-    if len({x.weights for x in streams}) != 1 or streams[0].weights is None:
-        return "weights"
-    return ""
+    weights = [x.weights for x in answer.streams if x.side is not Side.ENCODE]
+    return "" if len({x.identity for x in weights if x is not None}) == 1 else "weights"
 
 
 def audited(request: GenerateRequest, answer: Answer, kinds: tuple[str, ...]) -> AuditedAnswer:
     """Return the answer without references to its streams, which end with the request."""
-    streams = [x for x in answer.streams if x.side is not Side.ENCODE]
-    first = streams[0]
-    assert first.weights is not None, "see why_not"
+    sampled = sampled_by(answer.streams, len(answer.tokens))
+    first, _, _ = sampled[0]
+    assert first.weights is not None, "sampled_by leaves out what was not sent"
     copied = None
     if answer.fetched is not None and answer.fetched.tokens:
         copied = (answer.fetched.holder, first.worker_id)
     hops = []
-    for stream, start, _ in sampled_by(streams, len(answer.tokens)):
+    for stream, start, _ in sampled:
         # Prefill samples before any KV has moved to decode, but may use a copy of cached KV.
         pair = stream.pair if stream.side is Side.DECODE else None
         pair = pair or (copied if stream.worker_id == first.worker_id else None)
