@@ -75,6 +75,7 @@ class OpenAnswer:
             self.demand,
             prompt_tokens=self.demand.prompt_tokens + len(made),
             prefill_only=False,
+            computes_all=self.demand.computes_all and not made,
             token_ids=(*self.demand.token_ids, *made),
             hashes={},
         )

@@ -266,8 +266,9 @@ class Placer:
                 field="prompt",
             )
         kv_tokens, children = min(prompt_tokens + max_tokens, capacity), request.sampling.n - 1
+        computes_all = request.sampling.routed_experts and not request.resume
         # A child shares all blocks of the prompt except the last, which it writes to.
-        own = (prompt_tokens - 1) % block_size + 1 + max_tokens
+        own = (prompt_tokens if computes_all else (prompt_tokens - 1) % block_size + 1) + max_tokens
         children_tokens = children * -(-own // block_size) * block_size
         children_tokens = min(children_tokens, capacity - kv_tokens)
         shares = self._shares.by_model.get(request.model)
@@ -286,6 +287,7 @@ class Placer:
             session=request.session,
             session_workers=session_workers,
             regions=request.regions,
+            computes_all=computes_all,
         )
 
     def reserve(self, demand: Demand) -> Reservation:

@@ -56,15 +56,16 @@ class MemberState(StrEnum):
 class Demand(Struct, gc=False):
     """Resources and constraints of one request, in tokens. Immutable by convention.
 
-    `prefill_only`: at most one token is wanted, so there is no decode. `avoid`: workers to use only
-    if nothing else fits. `without`: workers never to use. `excluded`: (prefill, decode) pairs that
-    must not exchange KV now. `children_tokens`: the part of `kv_tokens` for answers beyond the
-    first. `adapter`: key of a LoRA adapter. `revision`: revision of the workers to use, None for
-    all. `spilled_from`: the request's own revision, if it has no usable workers. `cache_salt`,
-    `media` (content hash, offset and length of each image): part of the block hashes. `session`,
-    `session_workers`: id of the conversation, and the workers of its last turn. `regions`:
-    where bytes of the request may be. `hashes`: block hashes of
-    `token_ids` by block size, a cache.
+    `prefill_only`: at most one token is wanted, so there is no decode. `computes_all`: engines read
+    no cached KV of the prompt, because the experts of all its tokens are wanted. `avoid`: workers
+    to use only if nothing else fits. `without`: workers never to use. `excluded`: (prefill, decode)
+    pairs that must not exchange KV now. `children_tokens`: the part of `kv_tokens` for answers
+    beyond the first. `adapter`: key of a LoRA adapter. `revision`: revision of the workers to use,
+    None for all. `spilled_from`: the request's own revision, if it has no usable workers.
+    `cache_salt`, `media` (content hash, offset and length of each image): part of the block hashes.
+    `session`, `session_workers`: id of the conversation, and the workers of its last turn.
+    `regions`: where bytes of the request may be. `hashes`: block hashes of `token_ids` by block
+    size, a cache.
     """
 
     model: str
@@ -85,6 +86,7 @@ class Demand(Struct, gc=False):
     session: str = ""
     session_workers: frozenset[str] = frozenset()
     regions: Regions = None
+    computes_all: bool = False
     hashes: dict[int, list[int]] = {}
 
     def __repr__(self) -> str:
@@ -100,6 +102,8 @@ class Demand(Struct, gc=False):
     def block_hashes(self, block_size: int) -> list[int]:
         """Return the chain hashes of the prompt blocks that an engine can reuse from its cache.
         Computed once per block size."""
+        if self.computes_all:
+            return []
         hashes = self.hashes.get(block_size)
         if hashes is None:
             root = prefix_hash.root(self.model, block_size, self.adapter, self.cache_salt)
