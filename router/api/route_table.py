@@ -318,6 +318,10 @@ ROUTES = (
         _weights(path, lambda on: on.weights.flushed, "Confirms that no KV of old weights is used")
         for path in FLUSH_PATHS
     ),
+    _weights("/flush_cache", lambda on: on.weights.flushed, "Same as with POST", method="GET"),
+    _weights(
+        "/get_weight_version", lambda on: on.weights.info, "Same as `/weight_info`", method="GET"
+    ),
     *(_weights(path, lambda on: on.weights.refuse, "Refused") for path in REFUSED_PATHS),
     _public("/", lambda on: on.status.root, "Links to `/docs` and `/console`"),
     _public("/health", lambda on: on.status.health, "Liveness: the router runs"),
@@ -325,6 +329,7 @@ ROUTES = (
     _public("/ping", lambda on: on.status.health, "Same as `/health`", "POST"),
     _public("/load", lambda on: on.status.load, "Number of open requests, as `server_load`"),
     _public("/ready", lambda on: on.status.ready, "Readiness: every model can be served now"),
+    _public("/health_generate", lambda on: on.status.ready, "Same as `/ready`"),
     _public("/version", lambda on: on.status.version, "Version of the router"),
     _public("/metrics", lambda on: on.status.metrics, "[Metrics](metrics.md) for Prometheus"),
     _public("/openapi.json", lambda on: on.status.openapi, "This API for programs"),

@@ -11,7 +11,7 @@ from msgspec import Meta
 from pdserve.errors import InvalidRequest, PermissionDenied, UnsupportedField
 from router.api.audit import http_caller
 from router.api.http_request import json_response, read_body
-from router.dialects.fields import Body, Strict, Text, read
+from router.dialects.fields import Body, Known, Strict, Text, knows, read
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -39,6 +39,18 @@ _TimeoutS = Annotated[
 ]
 
 
+# Fields of SGLang that change nothing here.
+KNOWN_OF_PAUSES = {"torch_empty_cache": Known((True, False))}
+KNOWN_OF_UPDATES = {
+    **KNOWN_OF_PAUSES,
+    "is_async": Known((False,)),
+    "load_format": Known(("auto", "safetensors")),
+    "recapture_cuda_graph": Known((False,)),
+    "token_step": Known((0,)),
+}
+
+
+@knows(KNOWN_OF_PAUSES)
 class PauseBody(Body):
     """Body of POST /pause and /pause_generation. The mode may also be in the query."""
 
@@ -56,6 +68,7 @@ class UpdateInfo(Strict):
     weights_path: Text
 
 
+@knows(KNOWN_OF_UPDATES)
 class UpdateWeightsBody(Body):
     """Body of POST /update_weights and /update_weights_from_disk. One of the three names of the
     directory is required."""

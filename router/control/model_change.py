@@ -6,24 +6,36 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Hashable, Iterable
 
 T = TypeVar("T")
 
 
 class ModelChanges:
-    """Runs changes. State: their tasks."""
+    """Runs changes. State: their tasks, and those that callers can join, by key."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._joinable: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def run(self, change: Coroutine[Any, Any, T]) -> T:
         """Run a change to its end, also if the caller is cancelled: a client that leaves must not
         leave some workers changed and others not."""
+        return await asyncio.shield(self._begin(change))
+
+    async def join(self, key: Hashable, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `change`, or await the one with this key that is running. Return its result."""
+        task: asyncio.Task[T] | None = self._joinable.get(key)
+        if task is None:
+            task = self._joinable[key] = self._begin(change())
+            task.add_done_callback(lambda _: self._joinable.pop(key))
+        return await asyncio.shield(task)
+
+    def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return task
 
     async def close(self) -> None:
         """Cancel all changes."""

@@ -144,6 +144,7 @@ class WeightUpdates:
         self, model: str, path: str, version: str = "", mode: str = "", timeout_s: float = 0.0
     ) -> ModelWeights:
         """Replace the weights of a model by those in the directory `path` of its workers' machines.
+        A call for an update that is running waits for its end.
 
         `mode`: what happens to open streams, default `router.weights.mode`. `timeout_s`: for them
         to end in the mode "wait", default `router.weights.timeout_s`. A paused model stays paused.
@@ -168,7 +169,7 @@ class WeightUpdates:
                 else:
                     await self._end(change)
 
-        return await self._changes.run(update())
+        return await self._changes.join((model, path, version, mode), update)
 
     async def pause(self, model: str, mode: str = "", timeout_s: float = 0.0) -> None:
         """Quiesce all workers of a model until `resume`. Requests wait meanwhile, at most for
@@ -176,6 +177,8 @@ class WeightUpdates:
         mode, timeout_s = self._checked(mode, timeout_s)
 
         async def pause() -> None:
+            if self._paused(model) is not None:
+                return
             change = self._begin(model, timeout_s)
             try:
                 await self._quiesce(change, mode, timeout_s)
@@ -184,14 +187,17 @@ class WeightUpdates:
                 raise
             change.phase, change.is_paused, change.hold_s = _PAUSED, True, self._config.hold_s
 
-        if self._paused(model) is None:
-            await self._changes.run(pause())
+        await self._changes.join((model, "pause", mode), pause)
 
     async def resume(self, model: str) -> None:
         """End a pause. Does nothing if the model is not paused. Raises Unavailable during an update
         of the paused model."""
-        if (change := self._paused(model)) is not None:
-            await self._changes.run(self._end(change))
+
+        async def resume() -> None:
+            if (change := self._paused(model)) is not None:
+                await self._end(change)
+
+        await self._changes.join((model, "resume"), resume)
 
     async def hold(self) -> None:
         """Tell the workers of all changes that this router is there: in each stage some are done

@@ -68,6 +68,8 @@ class ServedModels:
                 # A router that is not ready gets no requests, which would start the model.
                 if on_demand is not None and on_demand.is_missing(name):
                     pass
+                elif any(m.reported.updating and not m.lost for m in fleet.of_model(name)):
+                    pass  # while its weights change, requests wait in the queue
                 elif fleet.of_model(name) or not fleet.pooling(name):
                     check_servable(fleet.candidates(name), name, aggregated=True)
                 else:

@@ -1,6 +1,6 @@
 """Weights that change in place on real vLLM: tokens equal those of engines that started with them,
 nothing of old KV is used, and an answer that is kept continues with the new weights. A difference
-back to the first weights gives the first tokens."""
+back to the first weights gives the first tokens. The updates are made with trainers' calls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from safetensors.torch import load_file, save_file
 from pdserve.config import GrpcConfig, HttpConfig, RouterConfig, WeightsConfig
 from pdserve.demo import MODEL_DIR
 from pdserve.model.weight_deltas import write_delta
-from pdserve.net import rpc
 from pdserve.types import SamplingParams
-from pdserve.v1 import admin_pb2 as a
-from pdserve.v1.admin_pb2_grpc import AdminStub
 from tests.support.engines import EngineProcess, settings
-from tests.support.timeouts import START_S
+from tests.support.trainers import Engines
 from tests.support.vllm_cluster import OpenRequest, VllmCluster
 
 PROMPT = list(range(20, 200))
@@ -60,18 +57,19 @@ async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
                 weights_directories=f"[{tmp_path}]",
             )
         await service.until_ready()
+        served = next(iter((await service.entries()).values())).info.model.name
         (first,) = await OpenRequest(service, PROMPT, PLAIN).end()
         versions = ["default"]
         while True:
-            versions.append(f"step {len(versions)}")
+            versions.append(str(len(versions)))
             new = trained(tmp_path / f"step-{len(versions)}", len(versions))
             kept = OpenRequest(service, PROMPT, PLAIN)
             await kept.until(40)
-            async with rpc.open_channel(service.grpc) as channel:
-                status = await AdminStub(channel).UpdateCheckpoint(
-                    a.UpdateCheckpointRequest(path=str(new), version=versions[-1]), timeout=START_S
-                )
-            assert (status.weights.version, dict(status.laggards)) == (versions[-1], {})
+            async with Engines([service.http] * 2) as engines:
+                await engines.prime_rl_ready(served)
+                await engines.prime_rl_update(new)
+                (shown, _) = await engines.call("GET", "/weight_info")
+            assert (shown["weight_version"], shown["laggards"]) == (versions[-1], {})
             (mixed,) = await kept.end()
             if kept.receipt.spans[-1].version == versions[-1]:
                 break  # else the answer ended before the update
@@ -79,10 +77,10 @@ async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
         old = kept.receipt.spans[:2]
         assert [x.version for x in old] == [versions[-2]] * 2
         write_delta(new, Path(MODEL_DIR), tmp_path / "back")
-        async with rpc.open_channel(service.grpc) as channel:
-            await AdminStub(channel).UpdateCheckpoint(
-                a.UpdateCheckpointRequest(path=str(tmp_path / "back")), timeout=START_S
-            )
+        async with Engines([service.http] * 2) as engines:
+            await engines.slime_ready()
+            await engines.slime_update(tmp_path / "back", 99, keeps_files=True)
+            assert await engines.slime_versions() == {"99"}
         (back,) = await OpenRequest(service, PROMPT, PLAIN).end()
         assert back.token_ids == first.token_ids
     oracle = await EngineProcess.start(settings(new, max_num_batched_tokens=256))
