@@ -155,7 +155,11 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
     ),
     "chaos": (
         ("--list", "", None, False, "list the scenarios"),
-        ("--only", "NAME,...", str, None, "these scenarios (default: all)"),
+        (
+            *("--only", "NAME,...", str, None),
+            "these scenarios; `storms`: all storms of aborts (default: all but storms)",
+        ),
+        ("--models", "DIR", Path, None, "checkpoints for storms, by name (--list)"),
         ("--engine", "vllm|fake", ("vllm", "fake"), "vllm", "of the service"),
         ("--prefill", "N", _count, 2, "workers"),
         ("--decode", "N", _count, 2, "workers"),

@@ -17,6 +17,7 @@ import uvloop
 
 from benchmarks.chaos.matrix import ChaosSettings, print_rows, run_matrix
 from benchmarks.chaos.scenarios import SCENARIOS
+from benchmarks.chaos.storms import STORMS
 from benchmarks.client import GrpcTarget, HttpTarget
 from benchmarks.compare.result import CompareResult, from_json, to_json
 from benchmarks.compare.run import CompareSettings, run_compare
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
     from benchmarks.chaos.matrix import Row
+    from benchmarks.chaos.scenarios import Scenario
     from benchmarks.compare.variants import Variant
     from benchmarks.traces import Trace
     from pdserve.config import RouterConfig
@@ -250,38 +252,61 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
 
 def chaos(args: argparse.Namespace) -> int:
     if args.list:
-        for scenario in SCENARIOS.values():
-            note = " (vLLM only)" if scenario.needs_vllm else ""
+        for scenario in (*SCENARIOS.values(), *STORMS.values()):
+            notes = ["vLLM only"] if scenario.needs_vllm else []
+            notes += [f"--models with {', '.join(scenario.files)}"] if scenario.files else []
+            note = f" ({'; '.join(notes)})" if notes else ""
             sys.stdout.write(f"{scenario.name:22} {scenario.what}{note}\n")
         return OK
-    names = args.only.split(",") if args.only else list(SCENARIOS)
-    if unknown := [name for name in names if name not in SCENARIOS]:
-        raise BenchError(f"--only: no scenario {unknown[0]!r}; --list shows them")
-    chosen = [SCENARIOS[x] for x in names if args.engine != "fake" or not SCENARIOS[x].needs_vllm]
-    if not chosen:
-        raise BenchError("--only: these scenarios need --engine vllm")
     settings = _settings(ChaosSettings, args, changes=tuple(changes_from(args).items()))
+    chosen, not_run = _chosen(args.only, settings)
     directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     rows: list[Row] = []
     with Progress() as progress:
         progress.say(f"logs are in {directory}")
+        for name, why in not_run.items():
+            progress.say(f"not run {name}: {why}")
 
         def keep(row: Row) -> None:
             rows.append(row)
-            notes = "; ".join([*row.notes, *(f"{k} x{n}" for k, n in row.fallbacks.items())])
+            counts = [f"{k} x{n}" for k, n in (*row.aborts.items(), *row.fallbacks.items())]
+            notes = "; ".join([*row.notes, *counts])
             progress.say(f"{'ok' if row.passed else 'FAILED':6} {row.fault}: {notes}")
-            for text in (*row.errors, *row.left, *(f"capsule: {x}" for x in row.capsules)):
+            told = [f"{name} died" for name in row.deaths]
+            told += [f"capsule: {path}" for path in row.capsules]
+            for text in (*row.errors, *row.left, *told):
                 progress.say(f"       {text}")
 
         is_interrupted = _each(run_matrix(settings, chosen, directory, progress), keep)
     passed = all(row.passed for row in rows)
     if args.json:
-        _print_json({"rows": [row.to_json() for row in rows], "passed": passed})
+        found = [row.to_json() for row in rows]
+        _print_json({"rows": found, "not_run": not_run, "passed": passed})
     else:
         print_rows(rows)
     if is_interrupted:
         return INTERRUPTED
     return OK if passed else FAILED
+
+
+def _chosen(only: str | None, settings: ChaosSettings) -> tuple[list[Scenario], dict[str, str]]:
+    """Return the scenarios of --only, and why others of them cannot run. Raises BenchError if none
+    can."""
+    known, chosen, not_run = SCENARIOS | STORMS, [], {}
+    for word in only.split(",") if only else SCENARIOS:
+        for name in STORMS if word == "storms" else (word,):
+            if name not in known:
+                raise BenchError(f"--only: no scenario {name!r}; --list shows them")
+            scenario, why = known[name], settings.missing(known[name])
+            if scenario.needs_vllm and settings.engine == "fake":
+                why = "needs --engine vllm"
+            if why:
+                not_run[name] = why
+            else:
+                chosen.append(scenario)
+    if not chosen:
+        raise BenchError(f"--only: no scenario can run ({next(iter(not_run.values()))})")
+    return chosen, not_run
 
 
 # -- soak

@@ -1,9 +1,11 @@
-"""Faults in a producer's KV link, which cannot be caused from outside with a signal.
+"""What cannot be caused from outside with a signal: faults in a producer's KV link, and copies of
+cached KV, which the cost model never finds worth it for tiny models.
 
 The service under test starts with `PYTHONPATH` set so that each of its Python processes imports
 this module (`environment`). It patches modules of pdserve when they are imported. At each chunk, a
 process reads its fault from the file `PID.order`: `drop` breaks the link, `corrupt` sends another
-block instead. It appends a byte to `PID.hits` for each injected fault.
+block instead. It appends a byte to `PID.hits` for each injected fault. With COPIES set, a router
+copies a cached prefix whenever another worker has more of it.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
 DIRECTORY: Final = "PDSERVE_CHAOS_DIRECTORY"
+COPIES: Final = "PDSERVE_CHAOS_COPIES"
 PRODUCERS: Final[Mapping[str, str]] = {
     "kv_transfer.transport.mapped": "MappedProducer",
     "kv_transfer.transport.tcp": "TcpProducer",
 }
 
 
-def environment(directory: Path) -> Mapping[str, str]:
+def environment(directory: Path, *, copies_always: bool = False) -> Mapping[str, str]:
     """Prepare a directory for orders. Return the environment variables that make a service read
     them."""
     start = directory / "python"
@@ -34,7 +37,8 @@ def environment(directory: Path) -> Mapping[str, str]:
     module = "import benchmarks.chaos.hooks as hooks\nhooks.install()\n"
     (start / "sitecustomize.py").write_text(module, encoding="ascii")
     paths = [str(start), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), DIRECTORY: str(directory)}
+    copies = {COPIES: "1"} if copies_always else {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), DIRECTORY: str(directory), **copies}
 
 
 def give(directory: Path, pid: int, order: str) -> None:
@@ -57,17 +61,20 @@ def install() -> None:
 
 
 class _Importer(MetaPathFinder):
-    """An import hook that patches the producers' modules after their import."""
+    """An import hook that patches modules after their import."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname not in PRODUCERS:
+        apply: Callable[[Any], None] | None = patch if fullname in PRODUCERS else None
+        if fullname == "router.placement.policies" and os.environ.get(COPIES):
+            apply = copy_always
+        if apply is None:
             return None
         spec: Any = PathFinder.find_spec(fullname, path, target)
         execute = spec.loader.exec_module
 
         def execute_and_patch(module: ModuleType) -> None:
             execute(module)
-            patch(module)
+            apply(module)
 
         spec.loader.exec_module = execute_and_patch
         return spec
@@ -89,3 +96,10 @@ def patch(module: Any) -> None:
         return send(self, chunk, [0, *block_ids[1:]] if order == "corrupt" else block_ids, part)
 
     producer.send = faulty_send
+
+
+def copy_always(_policies: ModuleType) -> None:
+    """Find every copy worth it. `_policies` has its own name of the function, and stays as it
+    is."""
+    cost: Any = sys.modules["router.placement.cost"]
+    cost.is_clearly_cheaper = lambda _copy_s, _compute_s: True

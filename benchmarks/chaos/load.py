@@ -52,19 +52,29 @@ KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. Each `number` has a different prompt."""
+    """One request. Each `number` has a different prompt. `model`: an adapter, or "" for the model
+    itself."""
 
     number: int
     kind: str
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    model: str = ""
+    session: str = ""
 
 
 def make_questions(
-    count: int, *, seed: int, vocab_size: int, kinds: Sequence[str], first: int
+    count: int,
+    *,
+    seed: int,
+    vocab_size: int,
+    kinds: Sequence[str],
+    first: int,
+    models: Sequence[str] = ("",),
+    sessions: int = 0,
 ) -> list[Question]:
     """Return `count` requests of the chat trace, from row `first` on. Their kinds rotate through
-    `kinds`."""
+    `kinds`, and then through `models`. They are turns of so many `sessions`, if there are any."""
     trace = load_trace("chat")
     rows = shape_workload(trace, _SHAPE).rows
     maker = PromptMaker(trace.digest(), seed, vocab_size, None)
@@ -75,7 +85,10 @@ def make_questions(
         values: dict[str, Any] = {"ignore_eos": True, "seed": 1000 * seed + number}
         length = max(_LEAST_OUTPUT, row.output_tokens)
         sampling = SamplingParams(max_tokens=length, **{**values, **KINDS[kind][1]})
-        found.append(Question(number, kind, tuple(maker.tokens(str(number), row)), sampling))
+        prompt = tuple(maker.tokens(str(number), row))
+        model = models[number // len(kinds) % len(models)]
+        session = f"chaos-{seed}-{number % sessions}" if sessions else ""
+        found.append(Question(number, kind, prompt, sampling, model, session))
     return found
 
 
@@ -91,7 +104,8 @@ class ObservedChoice:
 class ObservedAnswer:
     """One answer so far. `pause_s`: longest wait for a piece. `code`: code of the error that ended
     it, or "". `slow_s`: time that a slow client waits after each piece. `request_id`: "" for a line
-    of a batch."""
+    of a batch. `is_handed_over`: KV moved from a prefill to a decode worker. `copied_tokens`: those
+    whose KV another worker's cache had."""
 
     number: int
     sent_s: float
@@ -104,6 +118,8 @@ class ObservedAnswer:
     completion_tokens: int = 0
     request_id: str = ""
     fallbacks: tuple[str, ...] = ()
+    is_handed_over: bool = False
+    copied_tokens: int = 0
     choices: dict[int, ObservedChoice] = field(default_factory=dict)
 
     def take(self, piece: Piece) -> None:
@@ -118,10 +134,16 @@ class ObservedAnswer:
             self.completion_tokens = piece.usage["completion_tokens"] or 0
         if piece.receipt is not None:
             self.fallbacks = tuple(piece.receipt["fallbacks"])
+            self.is_handed_over = bool(piece.receipt["transfer_blocks"])
+            self.copied_tokens = piece.receipt["fetched_tokens"]
 
     def end(self, ending: Literal["ok", "failed", "aborted"], error: str = "") -> None:
         self._hear()
         self.ending, self.error = ending, error
+
+    @property
+    def received_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices.values())
 
     def _hear(self) -> None:
         now = time.monotonic()
@@ -187,14 +209,17 @@ class Clients:
 
     def _stream(self, question: Question, name: str) -> AsyncIterator[Piece]:
         api = KINDS[question.kind][0]
+        model, session = question.model or self._model, question.session
         if api == "grpc":
-            return self.grpc.stream(Request(name, self._model, question.prompt, question.sampling))
+            made = Request(name, model, question.prompt, question.sampling, session=session)
+            return self.grpc.stream(made)
         body = json.dumps(self.body(question)).encode()
-        return self._http.stream(Request(name, self._model, body))
+        return self._http.stream(Request(name, model, body, session=session))
 
     def body(self, question: Question) -> dict[str, Any]:
         """Return the body of a streaming request to `/v1/completions`."""
-        body = completion_body(self._model, question.prompt, question.sampling)
+        model = question.model or self._model
+        body = completion_body(model, question.prompt, question.sampling)
         return {**body, "return_token_ids": True}
 
 

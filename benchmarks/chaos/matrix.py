@@ -20,7 +20,7 @@ from benchmarks.report.tables import print_table
 from pdserve.config import load_config, to_mapping
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
     from benchmarks.chaos.load import ObservedAnswer
@@ -62,7 +62,8 @@ REFERENCE: Final[tuple[tuple[str, Any], ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosSettings:
-    """Settings of the matrix. `changes`: dotted configuration keys that override the matrix's."""
+    """Settings of the matrix. `changes`: dotted configuration keys that override the matrix's.
+    `models`: the folder of checkpoints of storms."""
 
     engine: str = "vllm"
     prefill: int = 2
@@ -70,25 +71,43 @@ class ChaosSettings:
     requests: int = 24
     rate_per_s: float = 6.0
     seed: int = 1
+    models: Path | None = None
     changes: tuple[tuple[str, Any], ...] = ()
 
-    def config(self, own: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
-        """Return the configuration of a service. `own`: dotted keys that override all others."""
+    def config(
+        self, own: Sequence[tuple[str, Any]] = (), run_dir: Path | None = None
+    ) -> dict[str, Any]:
+        """Return the configuration of a service. `own`: dotted keys that override all others, with
+        folders to be filled in."""
         keys = {**_CONFIG, "worker.engine": self.engine}
         keys |= {f"worker.engine_args.{k}": x for k, x in _ENGINE_ARGS[self.engine].items()}
         keys |= dict(self.changes) | {
             "up.prefill.workers": self.prefill,
             "up.decode.workers": self.decode,
         }
-        return to_mapping(load_config(None, keys | dict(own)))
+        folders = {"{models}": str(self.models), "{run}": str(run_dir)}
+        for key, value in own:
+            keys[key] = value
+            if isinstance(value, str):
+                for mark, folder in folders.items():
+                    keys[key] = keys[key].replace(mark, folder)
+        return to_mapping(load_config(None, keys))
+
+    def missing(self, scenario: Scenario) -> str:
+        """Return why a scenario cannot run, or ""."""
+        absent = [
+            x for x in scenario.files if self.models is None or not (self.models / x).is_dir()
+        ]
+        return f"no {absent[0]} in --models" if absent else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The result of one scenario. `failed`: requests that must not fail but did.
-    `allowed_failures`: requests that the fault itself ended. `pause_s`: longest wait of a client.
-    `whole_s`: time from the fault until all processes were ready again. `capsules`: files of
-    answers that failed or are wrong, for `pdserve replay`."""
+    """The result of one scenario. `failed`: requests that must not fail but did; `hangs`: those of
+    them that neither ended nor failed in CLIENT_TIMEOUT_S. `allowed_failures`: requests that the
+    fault itself ended. `deaths`: workers that died of themselves. `pause_s`: longest wait of a
+    client. `whole_s`: time from the fault until all processes were ready again. `aborts`: by
+    point. `capsules`: files of answers that failed or are wrong, for `pdserve replay`."""
 
     fault: str
     what: str
@@ -105,11 +124,17 @@ class Row:
     notes: Sequence[str] = ()
     errors: Sequence[str] = ()
     capsules: Sequence[str] = ()
+    hangs: int = 0
+    deaths: Sequence[str] = ()
+    aborts: Mapping[str, int] = field(default_factory=dict)
+    handed_over: int = 0
+    copied_tokens: int = 0
 
     @property
     def passed(self) -> bool:
         """True if the fault took place, and nothing was lost, wrong or leaked."""
-        bad = self.failed or self.wrong_tokens or self.leaked_blocks or self.left
+        lost = self.failed or self.wrong_tokens or self.leaked_blocks
+        bad = lost or self.left or self.deaths
         return self.hit and not bad
 
     def to_json(self) -> dict[str, Any]:
@@ -120,52 +145,104 @@ async def run_matrix(
     settings: ChaosSettings, scenarios: Sequence[Scenario], directory: Path, progress: Progress
 ) -> AsyncIterator[Row]:
     """Yield a row for each scenario. Raises BenchError if a service does not start or recover."""
-    async with AsyncExitStack() as ending:
-        progress.step("starting the engine for the right answers")
-        reference = ServiceUnderTest(settings.config(REFERENCE), directory / "reference")
-        ending.push_async_callback(reference.stop)
-        await reference.start()
-        right = await ending.enter_async_context(aclosing(Clients(reference)))
-        place = 0
-        # Start one service for all scenarios with the same configuration.
-        for config in dict.fromkeys(scenario.config for scenario in scenarios):
-            service = ServiceUnderTest(settings.config(config), directory / f"service-{place}")
-            async with AsyncExitStack() as own:
-                progress.step("starting the service")
-                own.push_async_callback(service.stop)
-                await service.start()
-                clients = await own.enter_async_context(aclosing(Clients(service)))
-                for scenario in (x for x in scenarios if x.config == config):
-                    for attempt in range(place * TRIES, (place + 1) * TRIES):
-                        run = await _prepared(settings, service, clients, attempt)
-                        progress.step(f"{scenario.name}: computing the right answers")
-                        expected = await right_answers(right, list(run.questions.values()))
-                        row = await _row(scenario, run, expected, progress, directory / "capsules")
-                        if row.hit or row.failed or row.wrong_tokens:
-                            break
-                    yield row
-                    place += 1
+    place = 0
+    for of_model in _alike(scenarios, lambda x: x.model):
+        async with AsyncExitStack() as ending:
+            progress.step("starting the engine for the right answers")
+            right = await _reference(
+                settings, of_model[0], directory / f"reference-{place}", ending
+            )
+            # Start one service for all scenarios with the same configuration.
+            for group in _alike(of_model, lambda x: (x.config, x.copies_always)):
+                async with AsyncExitStack() as own:
+                    progress.step("starting the service")
+                    service = _service(settings, group[0], directory / f"service-{place}")
+                    own.push_async_callback(service.stop)
+                    await service.start()
+                    clients = await own.enter_async_context(aclosing(Clients(service)))
+                    for scenario in group:
+                        services = (service, clients, right)
+                        yield await _tried(settings, scenario, services, place, directory, progress)
+                        place += 1
+
+
+def _alike(
+    scenarios: Sequence[Scenario], key: Callable[[Scenario], object]
+) -> list[list[Scenario]]:
+    """Return the scenarios in groups of equal `key`, in the order of the first of each."""
+    groups: dict[object, list[Scenario]] = {}
+    for scenario in scenarios:
+        groups.setdefault(key(scenario), []).append(scenario)
+    return list(groups.values())
+
+
+async def _reference(
+    settings: ChaosSettings, scenario: Scenario, directory: Path, ending: AsyncExitStack
+) -> Clients:
+    """Start the engine for the right answers of a scenario's model, until `ending`."""
+    config = settings.config((*scenario.model, *REFERENCE), directory)
+    reference = ServiceUnderTest(config, directory)
+    ending.push_async_callback(reference.stop)
+    await reference.start()
+    return await ending.enter_async_context(aclosing(Clients(reference)))
+
+
+def _service(settings: ChaosSettings, scenario: Scenario, directory: Path) -> ServiceUnderTest:
+    config = settings.config((*scenario.model, *scenario.config), directory)
+    return ServiceUnderTest(config, directory, copies_always=scenario.copies_always)
+
+
+async def _tried(
+    settings: ChaosSettings,
+    scenario: Scenario,
+    services: tuple[ServiceUnderTest, Clients, Clients],
+    place: int,
+    directory: Path,
+    progress: Progress,
+) -> Row:
+    """Run a scenario until its fault affects something, up to TRIES times. `services`: the one
+    under test, its clients, and those of the engine for the right answers."""
+    service, clients, right = services
+    for attempt in range(place * TRIES, (place + 1) * TRIES):
+        run = await _prepared(settings, scenario, service, clients, attempt)
+        progress.step(f"{scenario.name}: computing the right answers")
+        expected = await right_answers(right, list(run.questions.values()))
+        row = await _row(scenario, run, expected, progress, directory / "capsules")
+        if row.hit or row.failed or row.wrong_tokens:
+            break
+    return row
 
 
 async def _prepared(
-    settings: ChaosSettings, service: ServiceUnderTest, clients: Clients, attempt: int
+    settings: ChaosSettings,
+    scenario: Scenario,
+    service: ServiceUnderTest,
+    clients: Clients,
+    attempt: int,
 ) -> Run:
     """Return a run of requests that have not been sent before."""
     # The fake engine has no structured output. Only gRPC clients continue at a second router, and
     # only answers with a single output.
-    kinds = [kind for kind in KINDS if settings.engine != "fake" or kind != "structured"]
+    kinds = [
+        kind
+        for kind in scenario.kinds or KINDS
+        if settings.engine != "fake" or kind != "structured"
+    ]
     if clients.has_failover:
         kinds = [kind for kind in kinds if KINDS[kind][0] == "grpc" and kind != "n"]
     questions = make_questions(
         settings.requests,
         seed=settings.seed,
-        vocab_size=(await clients.grpc.model()).vocab_size or 0,
+        vocab_size=(await clients.grpc.model(service.ready["model"])).vocab_size or 0,
         kinds=kinds,
         first=attempt * settings.requests,
+        models=("", *scenario.adapters),
+        sessions=scenario.sessions,
     )
     chance = random.Random(f"{settings.seed}/{attempt}")
     by_number = {question.number: question for question in questions}
-    return Run(service, clients, by_number, settings.rate_per_s, chance)
+    rate = settings.rate_per_s
+    return Run(service, clients, by_number, rate, chance, at_once=scenario.at_once)
 
 
 async def _row(
@@ -196,6 +273,7 @@ async def _row(
     await run.service.until_whole()
     whole_s = time.monotonic() - run.struck_s if run.struck_s else 0.0
     left = await run.service.until_empty(EMPTY_S)
+    deaths = await run.service.take_deaths()
     answers = run.answers.values()
     failed = [x for x in answers if x.ending != "ok"]
     blamed = [x for x in failed if not run.allows(x)]
@@ -220,16 +298,23 @@ async def _row(
         notes=run.notes,
         errors=errors[:5],
         capsules=kept,
+        hangs=sum(x.error.startswith("TimeoutError") for x in blamed),
+        deaths=deaths,
+        aborts=dict(run.aborts),
+        handed_over=sum(x.is_handed_over for x in answers),
+        copied_tokens=sum(x.copied_tokens for x in answers),
     )
 
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Print the matrix as a table."""
-    columns = ["fault", "requests", "failed", "allowed", "wrong tokens", "leaked blocks"]
+    columns = ["fault", "requests", "aborts", "failed", "hangs", "allowed", "wrong tokens"]
+    columns += ["deaths", "leaked blocks"]
     cells = [
         [
             row.fault,
-            *(row.requests, row.failed, row.allowed_failures, row.wrong_tokens, row.leaked_blocks),
+            *(row.requests, sum(row.aborts.values()), row.failed, row.hangs, row.allowed_failures),
+            *(row.wrong_tokens, len(row.deaths), row.leaked_blocks),
             f"{row.pause_s:.1f} s",
             f"{row.whole_s:.1f} s",
             "ok" if row.passed else "FAILED" if row.hit else "not hit",

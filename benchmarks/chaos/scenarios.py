@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +43,8 @@ class Run:
 
     `allowed`: requests that the fault itself ends (a client that disconnects, the streams of a
     killed router). Requests sent before `workers_s` may end with a retryable error. Nothing is sent
-    while `may_send` is cleared.
+    while `may_send` is cleared, or while `at_once` requests are open (0: no limit). `points`:
+    where the clients of requests left.
     """
 
     service: ServiceUnderTest
@@ -58,6 +60,8 @@ class Run:
     workers_s: float = 0.0
     allowed: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    at_once: int = 0
+    points: dict[int, str] = field(default_factory=dict)
 
     async def load(self) -> None:
         """Send all requests and wait until they end."""
@@ -65,6 +69,8 @@ class Run:
         try:
             for number in self.questions:
                 await self.may_send.wait()
+                while self.at_once and len(self.open()) >= self.at_once:
+                    await asyncio.wait(self.tasks.values(), timeout=LOOK_S)
                 self.send(number)
                 await asyncio.sleep(1 / self.rate_per_s)
             while self.open():
@@ -82,6 +88,11 @@ class Run:
             number += REPEATED
         answer = self.answers[number] = ObservedAnswer(number, time.monotonic(), slow_s)
         self.tasks[number] = asyncio.create_task(self.clients.ask(question, answer))
+
+    @property
+    def aborts(self) -> Counter[str]:
+        """Number of aborted requests by the point at which their clients left."""
+        return Counter(x for n, x in self.points.items() if self.answers[n].ending == "aborted")
 
     def open(self) -> list[ObservedAnswer]:
         return [x for x in self.answers.values() if x.ending == "open"]
@@ -251,23 +262,46 @@ async def _kill_router_batch(run: Run) -> None:
             lost.end("failed", "no answer to this line")
 
 
-async def _abort(run: Run) -> None:
-    """Disconnect the clients of 60 % of the requests."""
+def _leaves(rng: random.Random, longest: int) -> tuple[str, int, float]:
+    """Return where a client leaves: the name of the point, and the tokens and seconds after
+    which."""
+    points = {
+        "at once": (0, rng.uniform(0.0, 0.02)),
+        "in prefill": (0, rng.uniform(0.02, 0.6)),
+        "first token": (1, rng.choice((0.0, 0.0, 0.01, 0.05))),
+        "in decode": (rng.randrange(2, longest), 0.0),
+        "last token": (longest - rng.randrange(2), 0.0),
+    }
+    point = rng.choice(sorted(points))
+    return (point, *points[point])
+
+
+async def abort(run: Run) -> None:
+    """Disconnect the clients of 60 % of the requests, each at some point of its answer. Half of
+    them come back at once and ask the same again."""
     decided: set[int] = set()
+    leaving: dict[int, tuple[str, int, float]] = {}
     while not run.is_over:
         for answer in run.open():
-            if answer.number not in decided:
-                decided.add(answer.number)
+            number, now = answer.number, time.monotonic()
+            if number not in decided:
+                decided.add(number)
                 if run.rng.random() < 0.6:
-                    run.strike()
-                    run.allowed.add(answer.number)
-                    after_s = run.rng.choice((0.0, 0.01, 0.05, 0.2, 0.5))
-                    leave = run.tasks[answer.number].cancel
-                    asyncio.get_running_loop().call_later(after_s, leave)
+                    longest = run.questions[number % REPEATED].sampling.max_tokens or 1
+                    leaving[number] = _leaves(run.rng, longest)
+            _, tokens, after_s = leaving.get(number, ("", 0, float("inf")))
+            if answer.received_tokens >= tokens and now - answer.sent_s >= after_s:
+                run.strike()
+                run.allowed.add(number)
+                run.points[number] = leaving.pop(number)[0]
+                run.tasks[number].cancel()
+                if number < REPEATED and run.rng.random() < 0.5:
+                    run.send(number)
         await asyncio.sleep(0.005)
     aborted = {n for n, x in run.answers.items() if x.ending == "aborted"}
+    if not aborted:
+        raise MissedError("every answer ended before its client left")
     run.allowed &= aborted  # a request that failed before its client disconnected is a failure
-    run.notes.append(f"{len(aborted)} aborted")
 
 
 async def _slow_readers(run: Run) -> None:
@@ -284,7 +318,7 @@ async def _rolling_restart(run: Run) -> None:
     asking = asyncio.create_task(_keep_asking(run))
     try:
         run.strike()
-        for name in run.service.names:
+        for name in list(run.service.pids):
             entries = await run.service.entries()
             run.service.end(entries[name].info.pid, signal.SIGTERM)
             await run.service.until_whole()
@@ -308,13 +342,23 @@ async def _keep_asking(run: Run) -> None:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A fault scenario. `what`: description in the table. `config`: dotted configuration keys of
-    this scenario only."""
+    this scenario only. `model`: also of the engine that computes the right answers. A path in them
+    that begins with `{models}` is in the folder of checkpoints, which must have `files`. `kinds` of
+    requests: all, or these; `at_once`: open at a time; see make_questions for `adapters` and
+    `sessions`. `copies_always`: see hooks."""
 
     name: str
     what: str
     run: Callable[[Run], Awaitable[None]]
     config: tuple[tuple[str, Any], ...] = ()
     needs_vllm: bool = False
+    model: tuple[tuple[str, Any], ...] = ()
+    files: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    sessions: int = 0
+    at_once: int = 0
+    copies_always: bool = False
 
 
 _TCP: Final = (("worker.kv.transports", ("tcp",)),)
@@ -338,7 +382,7 @@ _ALL: Final = (
     ),
     Scenario("drop_transfers", "for 2 s KV links break at a chunk", _DROP, needs_vllm=True),
     Scenario("corrupt_transfers", "for 2 s chunks fail their digest", _CORRUPT, needs_vllm=True),
-    Scenario("abort_storm", "60 % of the clients leave, at any moment", _abort),
+    Scenario("abort_storm", "60 % of the clients leave, at any point", abort),
     Scenario("slow_clients", "4 clients pause 0.1 s after each piece", _slow_readers),
     Scenario("kill_all_decode", "SIGKILL to all of a role", partial(_kill_all, roles="decode")),
     Scenario("kill_all", "SIGKILL to all", partial(_kill_all, roles="prefill,decode")),

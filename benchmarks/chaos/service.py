@@ -29,14 +29,31 @@ T = TypeVar("T")
 
 
 class ServiceUnderTest(LocalService):
-    """A `pdserve up` whose workers inject faults (`hooks`). `names` are its workers' names."""
+    """A `pdserve up` whose processes inject faults (`hooks`). `pids`: of its workers when it
+    started, by name."""
 
-    def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
-        super().__init__("the service", config, directory, environment=hooks.environment(directory))
-        roles = ("prefill", "decode", "aggregated")
-        counts = {role: config["up"][role]["workers"] for role in roles}
-        self.names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
+    def __init__(
+        self, config: Mapping[str, Any], directory: Path, *, copies_always: bool = False
+    ) -> None:
+        environment = hooks.environment(directory, copies_always=copies_always)
+        super().__init__("the service", config, directory, environment=environment)
+        self.pids: dict[str, int] = {}
         self._gone: set[int] = set()  # pids that `end` has signalled
+
+    async def start(self) -> None:
+        await super().start()
+        self.pids = {name: entry.info.pid for name, entry in (await self.entries()).items()}
+
+    async def take_deaths(self) -> list[str]:
+        """Return the workers whose process is another one than at the last call, or at the start,
+        without those that `end` has ended."""
+        before = self.pids
+        self.pids = {name: entry.info.pid for name, entry in (await self.entries()).items()}
+        return [
+            name
+            for name, pid in before.items()
+            if pid not in self._gone and self.pids.get(name) != pid
+        ]
 
     async def listed_by_all(self) -> list[w.ListWorkersResponse]:
         """Return the workers listed by each router. Skip routers that do not answer."""
@@ -110,7 +127,7 @@ class ServiceUnderTest(LocalService):
         for listed in await self.listed_by_all():
             ready = [x.info for x in listed.workers if x.state == "ready"]
             back = {info.worker_id for info in ready if info.pid not in self._gone}
-            found += [f"{name} is not ready" for name in self.names if name not in back]
+            found += [f"{name} is not ready" for name in self.pids if name not in back]
             ejected = [x for x in listed.ejected_pairs if x.remaining_s]
             found += [f"{x.prefill_worker} and {x.decode_worker} are ejected" for x in ejected]
         return found

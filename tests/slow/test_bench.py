@@ -219,14 +219,16 @@ def test_variants_of_real_engines_are_compared(tmp_path: Path) -> None:
 
 
 def test_chaos_on_real_engines_costs_no_answer_and_leaves_nothing(tmp_path: Path) -> None:
-    scenarios = ("corrupt_transfers", "kill_decode")
+    scenarios = ("corrupt_transfers", "abort_storm", "kill_decode")
     options = ("--only", ",".join(scenarios), "--prefill", "1", "--requests", "9", "--json")
     ended = run_cli("bench", "chaos", *options, "--run-dir", str(tmp_path), within_s=START_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = json.loads(ended.stdout)["rows"]
     assert [row["fault"] for row in rows] == list(scenarios)
     assert all(row["passed"] for row in rows)
-    damaged, killed = rows
+    damaged, storm, killed = rows
+    assert sum(storm["aborts"].values()) == storm["allowed_failures"] > 0
+    assert (storm["deaths"], storm["hangs"]) == ([], 0)
     assert any(step.endswith(":transfer_corrupted") for step in damaged["fallbacks"])
     assert sum(killed["fallbacks"].values()) >= 1
 

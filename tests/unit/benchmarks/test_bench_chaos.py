@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 from dataclasses import replace
@@ -11,7 +12,16 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from benchmarks.chaos.capsules import keep_capsules
-from benchmarks.chaos.hooks import DIRECTORY, PRODUCERS, give, hits, patch
+from benchmarks.chaos.hooks import (
+    COPIES,
+    DIRECTORY,
+    PRODUCERS,
+    copy_always,
+    environment,
+    give,
+    hits,
+    patch,
+)
 from benchmarks.chaos.load import (
     KINDS,
     ObservedAnswer,
@@ -20,8 +30,11 @@ from benchmarks.chaos.load import (
     make_questions,
     wrong_tokens,
 )
-from benchmarks.chaos.matrix import Row
-from benchmarks.chaos.scenarios import REPEATED, Run
+from benchmarks.chaos.matrix import ChaosSettings, Row
+from benchmarks.chaos.scenarios import REPEATED, MissedError, Run, abort
+from benchmarks.chaos.storms import STORMS
+from benchmarks.commands import _chosen
+from benchmarks.errors import BenchError
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.observe.capsules import (
     Capsule,
@@ -32,6 +45,8 @@ from pdserve.observe.capsules import (
     unseal,
 )
 from pdserve.types import SamplingParams
+from router.placement import cost
+from tests.support.timeouts import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +118,7 @@ def test_a_row_passes_if_the_fault_struck_and_nothing_was_lost() -> None:
         whole_s=1.0,
     )
     assert row.passed
-    bad: list[dict[str, Any]] = [{"left": ["process 7"]}, {"hit": False}]
+    bad: list[dict[str, Any]] = [{"left": ["process 7"]}, {"hit": False}, {"deaths": ["decode-0"]}]
     bad += [{name: 1} for name in ("failed", "wrong_tokens", "leaked_blocks")]
     for changes in bad:
         assert not replace(row, **changes).passed
@@ -159,6 +174,82 @@ def test_questions_share_no_prompt_and_have_every_feature() -> None:
     assert {x.kind for x in first} == KINDS.keys()
     assert len({x.prompt for x in first + more}) == 36
     assert first == questions(0)
+
+
+def test_questions_rotate_through_adapters_and_sessions() -> None:
+    made = make_questions(
+        8, seed=1, vocab_size=2048, kinds=["greedy", "n"], first=0, models=("", "a"), sessions=3
+    )
+    assert [x.model for x in made] == ["", "", "a", "a"] * 2
+    assert len({x.session for x in made}) == 3
+
+
+class Streaming:
+    """Clients whose answers get all their tokens at once, and end after `release`."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+
+    async def ask(self, question: Question, found: ObservedAnswer) -> None:
+        try:
+            found.choices[0] = ObservedChoice(list(range(question.sampling.max_tokens or 0)))
+            await self.release.wait()
+        except asyncio.CancelledError:
+            found.end("aborted")
+            raise
+        found.end("ok")
+
+
+async def test_clients_leave_at_points_of_their_answers_and_come_back() -> None:
+    clients, sampling = Streaming(), SamplingParams(max_tokens=24)
+    run = run_of([Question(n, "greedy", (1,), sampling) for n in range(40)], clients)
+    loading, leaving = asyncio.create_task(run.load()), asyncio.create_task(abort(run))
+    await wait_until(lambda: len(run.points) >= 15)
+    clients.release.set()
+    await asyncio.gather(loading, leaving)
+    assert sum(run.aborts.values()) == len(run.allowed) >= 15
+    assert {run.answers[n].ending for n in run.points} == {"aborted"}
+    assert any(number >= REPEATED for number in run.answers)
+
+
+async def test_a_storm_in_which_nobody_left_proves_nothing() -> None:
+    clients = Streaming()
+    clients.release.set()
+    run = run_of([Question(1, "greedy", (1,), SamplingParams())], clients)
+    await run.load()
+    with pytest.raises(MissedError, match="before its client left"):
+        await abort(run)
+
+
+def test_every_storm_is_a_valid_configuration(tmp_path: Path) -> None:
+    for storm in STORMS.values():
+        settings = ChaosSettings(models=tmp_path)
+        made = settings.config((*storm.model, *storm.config), tmp_path)
+        assert "{" not in str(made["worker"]["model"])
+        assert made["worker"]["kv"]["tiers"]["disk_path"] in ("", f"{tmp_path}/tier")
+        assert set(storm.kinds) <= set(KINDS)
+
+
+def test_a_storm_without_its_checkpoint_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "eagle").mkdir()
+    chosen, not_run = _chosen("storms", ChaosSettings(models=tmp_path))
+    assert "storm_eagle" in {x.name for x in chosen}
+    assert not_run["storm_mla"] == "no DeepSeek-V2 in --models"
+    assert {x.name for x in chosen} | set(not_run) == set(STORMS)
+    with pytest.raises(BenchError, match="needs --engine vllm"):
+        _chosen("storm_base", ChaosSettings(engine="fake"))
+    with pytest.raises(BenchError, match="no scenario 'storm_x'"):
+        _chosen("storm_x", ChaosSettings())
+
+
+def test_copies_are_made_whatever_they_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert COPIES not in environment(tmp_path)
+    assert COPIES in environment(tmp_path, copies_always=True)
+    monkeypatch.setattr(cost, "is_clearly_cheaper", cost.is_clearly_cheaper)
+    copy_always(cast("Any", None))
+    assert cost.is_clearly_cheaper(2.0, 1.0)
 
 
 async def test_a_request_that_is_sent_again_has_another_number() -> None:
