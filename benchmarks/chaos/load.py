@@ -44,7 +44,7 @@ KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "stream": ("sse", {"temperature": 0.0}),
     "n": ("grpc", {"temperature": 0.8, "n": 2}),
     "logprobs": ("grpc", {"temperature": 0.0, "logprobs": 3}),
-    "structured": ("grpc", {"ignore_eos": False, "structured_output": _SCHEMA}),
+    "structured": ("grpc", {"temperature": 0.0, "ignore_eos": False, "structured_output": _SCHEMA}),
     "penalties": ("grpc", {"temperature": 0.9, "presence_penalty": 0.6, "frequency_penalty": 0.4}),
     "stop": ("sse", {"temperature": 0.9, "stop": (" the", "er")}),
 }
