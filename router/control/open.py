@@ -67,20 +67,7 @@ async def open_control(
     checks = ActiveHealthChecks(fleet, links, metrics, period_s=probe_period_s)
     owner = f"router {join_address(config.grpc.host, config.grpc.port)}"
     weights = WeightUpdates(fleet, dialer, config.weights, owner, metrics.count)
-    auditor = None
-    if (queue := path.audits) is not None:
-        auditor = Auditor(
-            fleet,
-            links,
-            path.admission,
-            queue,
-            config.audit,
-            workers.billing,
-            ledger,
-            metrics.count,
-            partial(_keep_capsule, path.capsules),
-        )
-        metrics.watch_audits(auditor.suspects)
+    auditor = _auditor(config, path, ledger)
     async with AsyncExitStack() as stack:
         if auditor is not None:
             await stack.enter_async_context(background("audits", auditor.run))
@@ -106,6 +93,26 @@ async def open_control(
             served,
             auditor,
         )
+
+
+def _auditor(config: RouterConfig, path: RequestPath, ledger: ResidencyLedger) -> Auditor | None:
+    """Build the auditor, and export its suspects as a metric. Return None without audits."""
+    if path.audits is None:
+        return None
+    workers = path.workers
+    auditor = Auditor(
+        workers.fleet,
+        workers.link_pool.links,
+        path.admission,
+        path.audits,
+        config.audit,
+        workers.billing,
+        ledger,
+        path.metrics.count,
+        partial(_keep_capsule, path.capsules),
+    )
+    path.metrics.watch_audits(auditor.suspects)
+    return auditor
 
 
 def _keep_capsule(capsules: Capsules, difference: AuditDifference) -> None:
