@@ -318,5 +318,9 @@ async def test_a_killed_worker_is_seen(service: dict[str, Any], page: Page) -> N
     mark = page.locator(".lane[data-worker='decode-1'] .mark")
     await expect(mark).to_have_text("ready")
     pid = next(x["pid"] for x in service["workers"] if x["worker_id"] == "decode-1")
-    os.kill(pid, signal.SIGKILL)
-    await expect(mark).to_have_text(re.compile("connecting|lost"))
+    os.kill(service["pid"], signal.SIGSTOP)  # the supervisor would start it again
+    try:
+        os.kill(pid, signal.SIGKILL)
+        await expect(mark).to_have_text(re.compile("connecting|lost"))
+    finally:
+        os.kill(service["pid"], signal.SIGCONT)
