@@ -288,6 +288,18 @@ def _build_steps(
     )
 
 
+def _build_audits(
+    config: RouterConfig, capsule: CapsuleStep | None, metrics: RouterMetrics, fleet: Fleet
+) -> tuple[AuditQueue | None, AuditStep | None]:
+    """Return the queue of answers to audit, and the step that fills it."""
+    if not config.audit.is_on:
+        return None, None
+    queue = AuditQueue(config.audit.max_waiting)
+    evidence = None if capsule is None else capsule.evidence
+    step = AuditStep(config.audit, queue, metrics.count, fleet.now, random.random, evidence)
+    return queue, step
+
+
 def _build_embedder(
     workers: OpenedFleet,
     placing: _Placing,
@@ -335,11 +347,8 @@ def build_request_path(
     poison = PoisonStep(placing.suspects)
     embedder = _build_embedder(workers, placing, embedding, poison, ledger, metrics)
     guards = guards_of(embedder.embed)
-    audits = AuditQueue(config.audit.max_waiting) if config.audit.is_on else None
-    audit = None
-    if audits is not None:
-        audit = AuditStep(config.audit, audits, metrics.count, fleet.now, random.random)
     capsule = CapsuleStep(capsules, placing.decisions, fleet.now) if capsules.is_on else None
+    audits, audit = _build_audits(config, capsule, metrics, fleet)
     guard = GuardStep(guards) if guards else None
     optional = _OptionalSteps(TraceStep(tracing), guard, parse, capsule, audit)
     generate = _build_steps(workers, placing, kept, regions, optional, poison, budget, metrics)

@@ -257,11 +257,12 @@ def compared(
     versions: dict[int, list[dict[str, Any]]],
 ) -> Repeated:
     """Compare one replay with the capsule. Of an answer that did not end, only the tokens that were
-    sent are compared."""
+    sent are compared, and of a part of the expected one only that part."""
     first = None
     for answer in capsule.answers:
         want, got = _want(answer), tokens.get(answer.index, [])
-        if answer.expected is None and not answer.finish_reason:
+        is_whole = bool(answer.finish_reason) if answer.expected is None else True
+        if not is_whole or answer.expected_is_part:
             got = got[: len(want)]
         pairs = enumerate(zip_longest(got, want))
         at = next((i for i, (x, y) in pairs if x != y), None)
@@ -367,9 +368,10 @@ def _of_incident(capsule: Capsule) -> tuple[str, list[str]]:
         found += [f"in the incident {name} died while it ran the request" for name in dead]
         if answer.expected is None:
             continue
-        is_whole = bool(answer.finish_reason)
-        right = answer.expected if is_whole else answer.expected[: len(answer.tokens)]
-        pairs = enumerate(zip_longest(answer.tokens, right))
+        sent, right = answer.tokens, answer.expected
+        sent = sent[: len(right)] if answer.expected_is_part else sent
+        right = right if answer.finish_reason else right[: len(sent)]
+        pairs = enumerate(zip_longest(sent, right))
         if (at := next((i for i, (x, y) in pairs if x != y), None)) is None:
             continue
         text = f"in the incident token {at} of answer {answer.index} was wrong"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 FAILURE, DEMAND = "failure", "demand"
-"""Reasons why a capsule was made; others are the names of what found a fault, such as `audit`."""
+"""Reasons why a capsule was made; others name what found a wrong answer, such as `audit`."""
 _MAGIC = b"pdserve-capsule 1"
 _NONCE_BYTES = 12
 _MAX_BYTES = 1 << 28  # of the JSON: a changed file must not fill the memory
@@ -75,7 +75,7 @@ class CapsuleSpan(Struct, frozen=True):
 
 class CapsuleAnswer(Struct, kw_only=True):
     """One answer of a request. `tokens`: what was sent. `expected`: the right tokens, if something
-    else computed them; None if nobody knows."""
+    else computed them, or with `expected_is_part` the first ones; None if nobody knows."""
 
     index: int = 0
     tokens: list[int]
@@ -85,6 +85,7 @@ class CapsuleAnswer(Struct, kw_only=True):
     streams: list[CapsuleStream] = []
     copies: list[CapsuleStream] = []
     expected: list[int] | None = None
+    expected_is_part: bool = False
 
 
 class Capsule(Struct, kw_only=True):

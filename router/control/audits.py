@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from router.fleet.registry import Fleet
     from router.fleet.worker_link import Links
     from router.steps.audit import AuditedAnswer, AuditQueue, WaitingAudit
+    from router.steps.capsule import Capsules
     from router.steps.ledger import ResidencyLedger
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,16 @@ class AuditDifference(Struct, frozen=True):
     def reason(self) -> str:
         found, by = self.comparison, self.verifier
         return f"an audit by {by} found another token at {found.at} (gap {found.gap:.3g})"
+
+
+def keep_capsule(capsules: Capsules, difference: AuditDifference) -> None:
+    """Have a capsule kept, with the right tokens up to the first wrong one."""
+    answer, found = difference.answer, difference.comparison
+    if answer.evidence is not None and found.at is not None:
+        message = f"{difference.reason}; suspects: {' and '.join(difference.suspects)}"
+        evidence = structs.replace(answer.evidence, message=message)
+        expected = {answer.index: [*answer.token_ids[: found.at], found.expected]}
+        capsules.keep(evidence, AUDIT, expected)
 
 
 def ignore(difference: AuditDifference) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pdserve.background import background
 from pdserve.net.sockets import join_address
 from router.control.adapters import Adapters, ServedAdapters
-from router.control.audits import AUDIT, Auditor
+from router.control.audits import Auditor, keep_capsule
 from router.control.autoscaler import Autoscaler, role_loads, roles_wanted
 from router.control.drain import Drainer, RouterDrainer
 from router.control.probes import PERIOD_S, ActiveHealthChecks
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.config import RouterConfig
-    from router.control.audits import AuditDifference
     from router.request_path import RequestPath
-    from router.steps.capsule import Capsules
     from router.steps.ledger import ResidencyLedger
 
 
@@ -109,13 +107,7 @@ def _auditor(config: RouterConfig, path: RequestPath, ledger: ResidencyLedger) -
         workers.billing,
         ledger,
         path.metrics.count,
-        partial(_keep_capsule, path.capsules),
+        partial(keep_capsule, path.capsules),
     )
     path.metrics.watch_audits(auditor.suspects)
     return auditor
-
-
-def _keep_capsule(capsules: Capsules, difference: AuditDifference) -> None:
-    """Keep the capsule of a wrong answer, if its evidence is still there."""
-    if found := capsules.recent.of(difference.answer.request_id):
-        capsules.keep(found[-1], AUDIT)

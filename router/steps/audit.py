@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.types import Adapter, GenerateRequest, ModelWeights, Receipt, Regions
     from router.attempt.streams import Answer
     from router.fleet.health import Pair
+    from router.steps.evidence import Evidence
     from router.walk import Answered, Proceed, Walk
 
 SAME, DIFFERENT, SKIPPED = "same", "different", "skipped"
@@ -52,7 +53,8 @@ class AuditedAnswer(Struct, frozen=True, eq=False):
 
     `token_ids`: the answer; its first `resumed` tokens came from the client. `kinds`: what may have
     gone wrong (`kinds_of`). `compatibility`: of the KV of its workers; workers with another one may
-    honestly give other tokens.
+    honestly give other tokens. `index`: among the answers of its request. `evidence`: for a
+    capsule, if those are kept.
     """
 
     request_id: str
@@ -69,6 +71,8 @@ class AuditedAnswer(Struct, frozen=True, eq=False):
     regions: Regions
     hops: tuple[Hop, ...]
     kinds: tuple[str, ...] = ()
+    index: int = 0
+    evidence: Evidence | None = None
 
     @property
     def workers(self) -> frozenset[str]:
@@ -117,7 +121,8 @@ class _Weights:
 
 
 class AuditStep:
-    """Outside of account, which adds the receipt. State: mean weight of answers by model."""
+    """Outside of account, which adds the receipt. `evidence` returns what is known of an ended
+    request, None if nobody wants it. State: mean weight of answers by model."""
 
     def __init__(
         self,
@@ -126,19 +131,21 @@ class AuditStep:
         count: Callable[..., None],
         now: Callable[[], float],
         random: Callable[[], float],
+        evidence: Callable[[Walk], Evidence] | None = None,
     ) -> None:
         self._config, self._queue, self._count = config, queue, count
-        self._now, self._random = now, random
+        self._now, self._random, self._evidence = now, random, evidence
         self._weights: dict[str, _Weights] = {}
 
     async def __call__(self, walk: Walk, proceed: Proceed) -> Answered:
         done = await proceed(walk)
         if done.receipt is not None:
             for answer in done.answers:
-                self._consider(walk.request, answer, done.receipt)
+                self._consider(walk, answer, done.receipt)
         return done
 
-    def _consider(self, request: GenerateRequest, answer: Answer, receipt: Receipt) -> None:
+    def _consider(self, walk: Walk, answer: Answer, receipt: Receipt) -> None:
+        request = walk.request
         one_in = self.one_in(request)
         if not one_in:
             return
@@ -149,7 +156,8 @@ class AuditStep:
         if one_in > 1 and self._random() >= share / one_in:
             return
         if is_possible and len(self._queue.waiting) < self._queue.most:
-            self._queue.add(audited(request, answer, kinds), self._now())
+            evidence = None if self._evidence is None else self._evidence(walk)
+            self._queue.add(audited(request, answer, kinds, evidence), self._now())
         else:
             self._count("audits", request.model, SKIPPED)
 
@@ -199,8 +207,13 @@ def why_not(request: GenerateRequest, answer: Answer, max_tokens: int) -> str:
     return "" if len({x.identity for x in weights if x is not None}) == 1 else "weights"
 
 
-def audited(request: GenerateRequest, answer: Answer, kinds: tuple[str, ...]) -> AuditedAnswer:
-    """Return the answer without references to its streams, which end with the request."""
+def audited(
+    request: GenerateRequest,
+    answer: Answer,
+    kinds: tuple[str, ...],
+    evidence: Evidence | None = None,
+) -> AuditedAnswer:
+    """Return the answer with what an audit needs to know of its streams."""
     sampled = sampled_by(answer.streams, len(answer.tokens))
     first, _, _ = sampled[0]
     assert first.weights is not None, "sampled_by leaves out what was not sent"
@@ -229,4 +242,6 @@ def audited(request: GenerateRequest, answer: Answer, kinds: tuple[str, ...]) ->
         regions=request.regions,
         hops=tuple(hops),
         kinds=kinds,
+        index=answer.index,
+        evidence=evidence,
     )

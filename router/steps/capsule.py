@@ -114,8 +114,8 @@ class Capsules:
         expected: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Have a capsule written soon. `reason`: a short word for listings and metrics.
-        `expected`: right tokens by index of the answer, if something computed them. Data that may
-        not be stored in this region is not kept."""
+        `expected`: by index of the answer, its first right tokens up to one that was wrong. Data
+        that may not be stored in this region is not kept."""
         if self._store is None:
             return
         if not may_hold(evidence.request.storage, self._topology):
@@ -246,16 +246,18 @@ class CapsuleStep:
 
     def _add(self, walk: Walk, error: BaseException | None = None) -> None:
         known = None if error is None else _known(error)
-        decisions = self._decisions.entries(walk.request.request_id)
-        evidence = evidence_of(
+        self._capsules.add(self.evidence(walk, known), failed=_is_failure(known))
+
+    def evidence(self, walk: Walk, error: PdserveError | None = None) -> Evidence:
+        """Return what is known of a request whose receipt is known."""
+        return evidence_of(
             walk.request,
             walk.record,
-            decisions,
+            self._decisions.entries(walk.request.request_id),
             self._now(),
-            known,
+            error,
             with_prompt=self._capsules.prompts,
         )
-        self._capsules.add(evidence, failed=_is_failure(known))
 
 
 def _known(error: BaseException) -> PdserveError:

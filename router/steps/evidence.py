@@ -107,8 +107,8 @@ def capsule_of(
     settings: Mapping[str, Any] | None = None,
     expected: Mapping[int, Sequence[int]] | None = None,
 ) -> Capsule:
-    """Return the capsule of an ended request. `reason`: why it is kept. `expected`: right tokens by
-    index of the answer. Takes milliseconds for a long prompt: call it in a thread."""
+    """Return the capsule of an ended request. `reason`: why it is kept. `expected`: by index of the
+    answer, its first right tokens. Takes milliseconds for a long prompt: call it in a thread."""
     request, record, expected = evidence.request, evidence.record, expected or {}
     has_prompt = bool(request.prompt_token_ids)
     header = CapsuleHeader(
@@ -164,6 +164,7 @@ def _answer(answer: EndedAnswer, expected: Sequence[int] | None) -> CapsuleAnswe
         streams=[_stream(x) for x in answer.streams],
         copies=[_stream(x) for x in answer.copies],
         expected=None if expected is None else [*expected],
+        expected_is_part=expected is not None,
     )
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.cli import main
+from pdserve.config import AuditConfig
 from pdserve.errors import WorkerFailed
 from pdserve.observe.capsules import unseal
-from tests.support.cluster import PLAIN, PROMPT, Cluster
+from tests.support.cluster import LEASE_S, PLAIN, PROMPT, Cluster
+from tests.support.timeouts import wait_until
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -50,34 +52,41 @@ class Operator:
         return code, json.loads(out) if out else {}
 
 
-async def test_a_wrong_answer_is_kept_and_differs_on_the_faulty_service_alone(
+async def test_an_audited_answer_differs_on_a_faulty_service_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with Cluster(prefill=1, decode=1, router=keeping(tmp_path)) as cluster:
-        operator, capsules = Operator(cluster, tmp_path, capsys), cluster.router.requests.capsules
-        cluster.faults("decode-0", FakeFaults(damage_kv_at=9))
-        answer = await cluster.ask(PROMPT, PLAIN, request_id="wrong")
+    """In a second service, because audits of the replays would eject its workers."""
+    wrong = FakeFaults(wrong_kv_from="prefill-0-*")
+    audited = {"audit": AuditConfig(one_in=1, max_age_s=LEASE_S)}
+    async with Cluster(prefill=1, decode=1, router=keeping(tmp_path) | audited) as cluster:
+        operator = Operator(cluster, tmp_path, capsys)
+        cluster.faults("decode-0", wrong)
+        await cluster.ask(PROMPT, PLAIN, request_id="wrong")
         right = cluster.expected(PROMPT, PLAIN).token_ids
-        assert answer.token_ids != right
-        # As an audit does that computed the answer again.
-        (evidence,) = capsules.recent.of("wrong")
-        capsules.keep(evidence, "audit", {0: right})
-        assert await operator.fetch("wrong") == 0
-        (listed,) = await operator.listed()
-        assert (listed["request_id"], listed["reason"]) == (evidence.request.request_id, "audit")
 
+        async def is_kept() -> bool:
+            return [x["reason"] for x in await operator.listed()] == ["audit"]
+
+        await wait_until(is_kept)
+        assert await operator.fetch("wrong") == 0
+        found = unseal(operator.file.read_bytes())
+        assert "an audit by prefill-0 found another token at 1" in found.message
+        assert "suspects: prefill-0 and decode-0" in found.message
+        assert found.answers[0].expected == right[:2]
+
+    async with Cluster(prefill=1, decode=1, router={"capsules": {"recent": 0}}) as cluster:
+        operator = Operator(cluster, tmp_path, capsys)
+        cluster.faults("decode-0", wrong)
         code, verdict = await operator.replay()
         assert (code, verdict["result"]) == (DIFFERENT, "different")
-        assert verdict["difference"]["token"] == 9
-        assert verdict["difference"]["want"] == right[9]
-        assert (verdict["worker"], verdict["blocks"]) == ("decode-0", "4-4")
+        assert (verdict["difference"]["token"], verdict["difference"]["want"]) == (1, right[1])
+        assert (verdict["worker"], verdict["blocks"]) == ("decode-0", "0-4")
         assert verdict["points_to"][0].startswith("worker decode-0: all 3 answers that differ")
-        sampled = "was wrong; decode-0 sampled it with KV from prefill-0"
+        sampled = "token 1 of answer 0 was wrong; decode-0 sampled it with KV from prefill-0"
         assert any(sampled in x for x in verdict["points_to"])
-
         cluster.faults("decode-0", FakeFaults())
         code, verdict = await operator.replay()
-        assert (code, verdict["result"], verdict["tokens"]) == (SAME, "same", len(right))
+        assert (code, verdict["result"], verdict["tokens"]) == (SAME, "same", 2)
 
 
 async def test_a_failed_request_leaves_a_capsule_that_says_whether_it_fails_again(

@@ -373,8 +373,6 @@ class FakeEngine:
         else:
             if sequence.kv is None and self._cache is not None:
                 self._cache.keep(work)
-            if sequence.kv and 0 < self.faults.damage_kv_at == len(sequence.generated):
-                sequence.kv = model.extend(sequence.kv, (0,))
             delta = sequence.advance(self._now())
         if delta.finish_reason is None:
             return delta

@@ -35,7 +35,6 @@ class FakeFaults(Struct, frozen=True, forbid_unknown_fields=True):
     kill_on_token: Step = 0  # a step with it in a prompt kills the process; 0 for never
     crash_at_step: Step = 0  # the engine dies at this step; from 1, 0 for never
     fail_weights: bool = False  # new weights cannot be loaded
-    damage_kv_at: Step = 0  # KV is damaged unnoticed before the token with this index; 0 for never
 
     def stalls(self, step: int) -> bool:
         return self.stalled or 0 < self.stall_at_step <= step

@@ -75,6 +75,20 @@ def test_the_expected_answer_is_what_counts() -> None:
     assert found.points_to == [text]
 
 
+def test_of_a_part_of_the_expected_answer_only_that_part_counts() -> None:
+    answer = CapsuleAnswer(
+        tokens=[5, 1, 1, 1],
+        finish_reason="length",
+        spans=[CapsuleSpan("d", 0, 4)],
+        expected=SENT[:2],
+        expected_is_part=True,
+    )
+    of = capsule(answer)
+    found = verdict_of(of, [repeated([*SENT, 3], of=of)])
+    assert (found.result, found.tokens, found.worker) == ("same", 2, "d")
+    assert repeated([5, 1], of=of).difference is not None
+
+
 def test_a_worker_that_died_in_the_incident_is_named() -> None:
     stream = CapsuleStream(worker="d", instance="i", role="decode", side="decode", died=True)
     cut = capsule(CapsuleAnswer(tokens=SENT[:2], streams=[stream, stream]))
