@@ -170,6 +170,7 @@ class Client:
         include_reasoning: bool | None = None,
         enable_thinking: bool | None = None,
         inference_geo: str = "",
+        stale_kv: str = "",
     ) -> AsyncIterator[Delta]:
         """Yield the answer to text, token ids or a conversation.
 
@@ -182,13 +183,14 @@ class Client:
         `parallel_tool_calls=False` allows at most one call. `include_reasoning=False` omits
         reasoning from the answer. `enable_thinking` turns reasoning on or off if the chat template
         supports it. For each of these, None selects the service's default. `inference_geo`: the
-        region where the data of the request may be.
+        region where the data of the request may be. `stale_kv`: `recompute` or `abort`, if the
+        model's weights change.
         """
         if max_tokens is not None:
             sampling = replace(sampling or SamplingParams(), max_tokens=max_tokens)
         request = _request(prompt)
         request.model, request.request_id, request.priority = model, request_id, priority
-        request.inference_geo = inference_geo
+        request.inference_geo, request.stale_kv = inference_geo, stale_kv
         choice = "named" if tool_name else tool_choice
         request.tool_choice = getattr(g, f"TOOL_CHOICE_{choice.upper()}")
         request.tool_name = tool_name

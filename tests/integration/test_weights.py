@@ -164,11 +164,6 @@ async def test_answers_that_must_not_mix_weights_end_with_what_they_have(tmp_pat
             assert answer.finish_reason is FinishReason.ABORT
             assert len(answer.token_ids) >= 20
             assert answer.token_ids == continued(cluster, digest, (), len(answer.token_ids))
-        sampling = {"temperature": 0, "max_tokens": 2}
-        body = {"token_ids": PROMPT, "sampling_params": sampling, "stale_kv": "allow"}
-        status, said = await post(cluster, "/inference/v1/generate", **body)
-        assert (status, said["error"]["param"]) == (400, "stale_kv")
-        assert "never used" in said["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +334,8 @@ async def test_updates_under_load_and_deaths_mix_no_weights(tmp_path: Path) -> N
                 if step % 3 == 0:
                     await cluster.kill(name)
                 versions[f"step {step}"] = digests[1 + step % 3]
-                body = {"weight_dir": str(tmp_path / str(1 + step % 3)), "mode": "keep"}
+                mode = "abort" if step % 2 else "keep"
+                body = {"weight_dir": str(tmp_path / str(1 + step % 3)), "mode": mode}
                 status, _ = await post(
                     cluster, "/update_weights", weight_version=f"step {step}", **body
                 )

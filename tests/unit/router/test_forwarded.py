@@ -13,6 +13,7 @@ from pdserve.types import (
     ReasoningGate,
     SamplingParams,
     ServiceClass,
+    StaleKv,
     StructuredOutput,
 )
 from router.attempt.forwarded import request_from_pb, request_to_pb
@@ -37,6 +38,7 @@ async def test_every_field_that_another_region_needs_arrives() -> None:
         media=(image,),
         session="s",
         regions=frozenset({"eu", "us"}),
+        stale_kv=StaleKv.ABORT,
     )
     message = await request_to_pb(sent, tokenizer="digest", from_region="eu")
     assert (message.tokenizer, message.from_region) == ("digest", "eu")

@@ -26,6 +26,7 @@ from pdserve.types import (
     PositionLogprobs,
     SamplingParams,
     ServiceClass,
+    StaleKv,
     StructuredOutput,
     TokenLogprob,
     Usage,
@@ -197,10 +198,13 @@ async def test_sampling_and_order_arrive_as_they_were_given(apis: RouterApis) ->
         skip_special_tokens=False,
     )
     batch = ServiceClass.BATCH
-    answer = apis.client.generate("hi", sampling, priority=-2, service_class=batch)
+    answer = apis.client.generate(
+        "hi", sampling, priority=-2, service_class=batch, stale_kv=StaleKv.ABORT
+    )
     assert [delta async for delta in answer]
     made = apis.generator.requests[0]
     assert (made.sampling, made.priority, made.service_class) == (sampling, -2, batch)
+    assert made.stale_kv is StaleKv.ABORT
 
 
 async def test_models_are_listed(apis: RouterApis) -> None:

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from pdserve.errors import InternalError, Overloaded, Refusal, TransferFailed, Unavailable
 from pdserve.net.http_server import HttpServer, bind
-from pdserve.types import FinishReason, PositionLogprobs, TokenLogprob, Usage
+from pdserve.types import FinishReason, PositionLogprobs, StaleKv, TokenLogprob, Usage
 from router.api.answer_sinks import EventStream
 from router.attempt.answer import AnswerDelta
 from router.dialects import fields as shared_fields
@@ -599,6 +599,18 @@ def test_logprobs_are_encoded_as_they_come(is_chat: bool, monkeypatch: pytest.Mo
 async def test_the_cache_salt_goes_with_the_request(apis: RouterApis) -> None:
     await apis.post(CHAT, chat(cache_salt="s"))
     assert apis.generator.requests[0].cache_salt == "s"
+
+
+async def test_what_happens_to_the_answer_if_weights_change_goes_with_the_request(
+    apis: RouterApis,
+) -> None:
+    for value, expected in (("abort", StaleKv.ABORT), ("recompute", StaleKv.RECOMPUTE)):
+        await apis.post(CHAT, chat(stale_kv=value))
+        assert apis.generator.requests[-1].stale_kv is expected
+    for value, why in (("allow", "never used"), ("later", "must be one of recompute, abort")):
+        status, body = await apis.post(CHAT, chat(stale_kv=value))
+        assert (status, body["error"]["param"]) == (400, "stale_kv")
+        assert why in body["error"]["message"]
 
 
 CLAUDE_CODE = "user_5f_account__session_3d0c7b1e-7f4e-4c56-9d0e-2b1f6f3a9c11"

@@ -69,8 +69,9 @@ def padded(body: object) -> bytes:
 
 
 def what_was_asked(request: GenerateRequest) -> dict[str, Any]:
-    names = ("model", "prompt_token_ids", "sampling", "resume", "priority", "cache_salt")
-    return {name: getattr(request, name) for name in (*names, "service_class", "parsing")}
+    names = ("model", "prompt_token_ids", "sampling", "resume", "priority")
+    more = ("cache_salt", "stale_kv", "service_class", "parsing")
+    return {name: getattr(request, name) for name in (*names, *more)}
 
 
 TALK = [
@@ -86,7 +87,10 @@ ITEMS = [
 ]
 GENERATING = [
     (CHAT, chat(messages=TALK, seed=1, logit_bias={"3": 1}, chat_template_kwargs={"style": "x"})),
-    (CHAT, chat(continue_final_message=True, stop=["a", "b"], n=2, cache_salt="c")),
+    (
+        CHAT,
+        chat(continue_final_message=True, stop=["a", "b"], n=2, cache_salt="c", stale_kv="abort"),
+    ),
     (CHAT, chat(tools=[TOOL])),
     (COMPLETIONS, completion(prompt=["a", "bc"], max_tokens=3, resume_token_ids=[])),
     (COMPLETIONS, completion(prompt=[1, 2, 3], max_tokens=5, resume_token_ids=[4, 5])),
