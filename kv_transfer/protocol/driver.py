@@ -84,6 +84,8 @@ class Driver:
         )
         self._preempt_timeout_s = settings.preempt_timeout_s
         self._released: set[str] = set()
+        # Releases that wait until the messages of the same decision are written on these links.
+        self._releasing: list[tuple[set[Link], set[str]]] = []
         self._copy_ended = threading.Condition(self.lock)
         self._queued: set[Link] = set()  # links with items queued since the last `_flush`
 
@@ -210,19 +212,32 @@ class Driver:
     def _queue(self, actions: Iterable[Action[Link]]) -> bool:
         """Queue actions on their links. The caller holds the lock, and calls `_flush` or wakes the
         writers if this returns True."""
-        is_queued = False
+        links: set[Link] = set()
+        releases: set[str] = set()
         for action in actions:
             if isinstance(action, Release):
-                self._released.add(action.request_id)
+                releases.add(action.request_id)
             elif isinstance(action, DigestBlocks):
                 self.undigested.put(action.transfer_id)
             else:
                 action.link.queue(action.message if isinstance(action, Send) else action)
-                self._queued.add(action.link)
-                is_queued = True
+                links.add(action.link)
+        self._queued |= links
+        if releases:
+            self._releasing.append((links, releases))
+        self._show_results()
+        return bool(links)
+
+    def _show_results(self) -> None:
+        """Let the engine take outcomes, and releases whose messages are written. The caller holds
+        the lock."""
+        for waiting in list(self._releasing):
+            links, releases = waiting
+            if not any(map(_is_unwritten, links)):
+                self._releasing.remove(waiting)
+                self._released |= releases
         if self._released or self.consumer.has_outcomes:
             self.wakeup.set()
-        return is_queued
 
     def _flush(self) -> None:
         """Send queued items without blocking; writer threads send the rest. Sending here is faster
@@ -230,8 +245,9 @@ class Driver:
         while True:
             with self.lock:
                 links, self._queued = self._queued, set()
-            if not links:
-                return
+                if not links:
+                    self._show_results()
+                    return
             for link in links:
                 if link.transport and link.writing.acquire(blocking=False):
                     try:
@@ -313,3 +329,11 @@ class Driver:
                 self.counters.pushed_blocks += len(chunk.block_ids)
                 self.counters.push_s += now - begun
         return now
+
+
+def _is_unwritten(link: Link) -> bool:
+    """Return True if a consumer that copies by itself may not have been sent all messages yet. It
+    must read of the end of a transfer before the blocks are written again, because its last copy
+    may still read them."""
+    copies = link.producer is not None and link.producer.is_quick
+    return copies and not link.is_down and (link.has_items or link.writing.locked())

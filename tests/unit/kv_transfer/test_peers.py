@@ -322,6 +322,25 @@ def test_preempted_blocks_are_waited_for(
     assert target.failed == ["d-t"]
 
 
+def test_blocks_are_not_written_again_before_a_consumer_that_copies_is_sent_the_end(
+    shm_rig: KvWorkers,
+) -> None:
+    """With few digests, nothing else tells it that its last copy may be wrong."""
+    source, target = shm_rig.pair()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.compute("t", FROM, N - 1)
+    until(lambda: source.look().transfers[0].transport, source)
+    (link,) = source.links
+    with link.writing:
+        source.finish("t")
+        source.collect()
+        assert source.sent == []
+    until(lambda: source.sent and target.ended, source, target)
+    assert source.sent == ["p-t"]
+    assert "tokens were subscribed" in target.failures["d-t"]
+
+
 class Held:
     """A chunk that is being sent until the test lets go."""
 
