@@ -38,7 +38,8 @@ async def keep_capsules(
     by_question = {x.number % REPEATED: x for x in bad}
     for number, answer in [*by_question.items()][:MOST]:
         data = await run.service.capsule(answer.request_id) if answer.request_id else None
-        question, model = run.questions[number], run.service.ready["model"]
+        question = run.questions[number]
+        model = question.model or run.service.ready["model"]
         capsule = _capsule(data, answer, question, model)
         capsule.header = structs.replace(capsule.header, reason=REASON)
         by_index = {x.index: x for x in capsule.answers}

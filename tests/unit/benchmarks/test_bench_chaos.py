@@ -146,7 +146,8 @@ async def test_each_bad_answer_leaves_a_capsule_with_the_right_one(tmp_path: Pat
         answers=[CapsuleAnswer(tokens=[1, 9], spans=[CapsuleSpan("d", 0, 2)])],
     )
     sampling = SamplingParams(max_tokens=3, temperature=0.0)
-    run = run_of([Question(number, "greedy", (1, 2), sampling) for number in (1, 2)])
+    models = {1: "", 2: "lora"}
+    run = run_of([Question(n, "greedy", (1, 2), sampling, model) for n, model in models.items()])
     run.service = cast("Any", KeepsCapsules({"a": of_router}))
     known = answer([1, 9], "a", "failed", "", request_id="a")
     # Its router was killed, or it is a line of a batch.
@@ -157,6 +158,7 @@ async def test_each_bad_answer_leaves_a_capsule_with_the_right_one(tmp_path: Pat
     assert [x.rpartition("/")[2] for x in files] == ["kill-1.capsule", "kill-1000002.capsule"]
     one, other = (unseal((tmp_path / x).read_bytes()) for x in files)
     assert [x.header.reason for x in (one, other)] == ["chaos", "chaos"]
+    assert [x.header.model for x in (one, other)] == ["m", "lora"]
     assert one.answers[0].spans == of_router.answers[0].spans
     assert (other.prompt, other.sampling["max_tokens"], other.message) == ([1, 2], 3, "died")
     for capsule in (one, other):
