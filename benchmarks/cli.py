@@ -116,7 +116,7 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
     "compare": (
         (
             *("--arms --variants", "V,...", str, None),
-            "1P1D, 2A, name=2A, ... (default: 1P1D,2A)",
+            "1P1D, 2A, name=2A, vllm-pd, vllm-2a, ... (default: 1P1D,2A)",
         ),
         ("--arm --variant:endpoints", "NAME=URL", "+", (), "a running OpenAI endpoint"),
         (

@@ -23,6 +23,7 @@ from benchmarks.compare.result import CompareResult, from_json, to_json
 from benchmarks.compare.run import CompareSettings, run_compare
 from benchmarks.compare.summary import summarise_compare
 from benchmarks.compare.variants import config_changes, parse_variants, share_cores
+from benchmarks.compare.vllm_stack import check_programs, stack_config
 from benchmarks.errors import FAILED, INTERRUPTED, INVALID, OK, BenchError
 from benchmarks.progress import Progress
 from benchmarks.replay import (
@@ -221,8 +222,9 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
         probes=args.sweep or 0,
         slo_s=slo_s,
         baseline=baseline,
-        # Endpoints are measured over HTTP. If there is one, all variants must be, to be comparable.
-        api="http" if any(variant.url for variant in variants) else "grpc",
+        # Other servers are measured over HTTP. If there is one, all variants must be, to be
+        # comparable.
+        api="http" if any(variant.url or variant.is_vllm for variant in variants) else "grpc",
         differ=tuple(x for x in args.differ.split(",") if x),
     )
     slo: dict[str, object] = {f"router.slo.{name}_s": x for name, x in slo_s.items()}
@@ -230,19 +232,28 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
     slo["router.slo.reject_factor"] = 1.0 if slo else 0.0
     common = slo | changes_from(args)
     engine = load_config(args.config, common).worker.engine
+    for name in (variant.name for variant in variants if variant.is_vllm):
+        if engine != "vllm":
+            raise BenchError(f"--engine {engine}: {name} serves with vLLM")
+        check_programs(name)
     local = sum(not variant.url for variant in variants)
     kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20
     if kv_cache_bytes is None and local > 1 and engine == "vllm" and is_cpu_build():
         # By default each engine takes a share of the whole machine's memory, but the engines of all
         # variants run at the same time.
         kv_cache_bytes = psutil.virtual_memory().total // 4 // local
-    cores = share_cores(variants, len(os.sched_getaffinity(0)))
+    available = sorted(os.sched_getaffinity(0))
+    cores = share_cores(variants, len(available))
 
     def configured(variant: Variant) -> Variant:
         if variant.url:
             return variant
         own = config_changes(variant, cores, kv_cache_bytes, str(engine))
-        return replace(variant, config=to_mapping(load_config(args.config, {**common, **own})))
+        config = load_config(args.config, {**common, **own})
+        if variant.is_vllm:
+            counts = (variant.prefill, variant.decode, variant.aggregated)
+            return replace(variant, stack=stack_config(counts, available[:cores], config.worker))
+        return replace(variant, config=to_mapping(config))
 
     return settings, [configured(variant) for variant in variants]
 

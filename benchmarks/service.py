@@ -48,6 +48,7 @@ class LoggedProcess:
         self.name = name
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._session: int | None = None
 
     async def start(
         self,
@@ -68,6 +69,7 @@ class LoggedProcess:
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
             )
+        self._session = self._process.pid
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while not await is_ready():
@@ -95,6 +97,16 @@ class LoggedProcess:
                     with suppress(psutil.NoSuchProcess):
                         each.kill()
             process.wait()
+
+    def in_session(self) -> list[psutil.Process]:
+        """Return the process and what it started, as long as they run, also if it has ended. A
+        descendant that opened a session of its own is not in it."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(process.pid) == self._session:
+                    found.append(process)
+        return [x for x in found if x.is_running() and x.status() != psutil.STATUS_ZOMBIE]
 
     @property
     def is_alive(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from benchmarks.client import GrpcTarget, HttpTarget, ServedModel, Target
 from benchmarks.compare.fairness import KV_TOKENS, ProcessorMeter, differences, settings_of
-from benchmarks.compare.result import CompareResult, Kind, Measurement, VariantFacts
+from benchmarks.compare.result import (
+    CompareResult,
+    Kind,
+    Measurement,
+    VariantFacts,
+    VariantSettings,
+)
 from benchmarks.compare.summary import next_rate, probes_of
+from benchmarks.compare.vllm_stack import VllmStack
 from benchmarks.errors import BenchError
 from benchmarks.metrics import summarise
 from benchmarks.replay import ReplaySettings, host_facts, jsonable, run_replay
@@ -72,7 +79,7 @@ class _RunningVariant:
     facts: VariantFacts
     served: ServedModel
     target: Target
-    service: LocalService | None
+    service: LocalService | VllmStack | None
     model: str | None
 
     @property
@@ -80,31 +87,53 @@ class _RunningVariant:
         return {} if self.service is None else self.service.ready
 
 
-async def _start(
-    variant: Variant,
-    settings: CompareSettings,
-    connect: Connect,
-    directory: Path,
-    ending: AsyncExitStack,
-) -> _RunningVariant:
-    """Start a variant and read its settings. `ending` stops it. Raises BenchError."""
-    service, model, own = None, None, None
-    if variant.url:
-        target, model = connect(variant.url), settings.endpoint_model
-    else:
-        service = LocalService(variant.name, variant.config, directory / variant.name)
+@dataclass(frozen=True, slots=True)
+class _Starter:
+    """Starts variants. Logs are written to `directory`; `connect` returns the connection to an
+    endpoint's URL."""
+
+    settings: CompareSettings
+    connect: Connect
+    directory: Path
+    progress: Progress
+
+    @asynccontextmanager
+    async def running(self, variant: Variant) -> AsyncIterator[_RunningVariant]:
+        """Run a variant until the context exits. Raises BenchError if it does not start."""
+        self.progress.step(f"starting {variant.name}")
+        settings, service, own = self.settings, None, None
+        async with AsyncExitStack() as ending:
+            if variant.url:
+                target, model = self.connect(variant.url), settings.endpoint_model
+            else:
+                service, own = await self._start(variant, ending)
+                make = GrpcTarget if settings.api == "grpc" else HttpTarget
+                target, model = make(service.ready[settings.api]), None
+            ending.push_async_callback(target.aclose)
+            served = await target.model(model)
+            if own is not None and served.vocab_size is None:
+                served = replace(served, vocab_size=int(own.of_workers["vocab_size"][0]))
+            kind: Literal["started", "endpoint"] = "started" if service else "endpoint"
+            facts = VariantFacts(
+                name=variant.name, kind=kind, api=settings.api, model=served.name, settings=own
+            )
+            yield _RunningVariant(facts, served, target, service, model)
+
+    async def _start(
+        self, variant: Variant, ending: AsyncExitStack
+    ) -> tuple[LocalService | VllmStack, VariantSettings]:
+        """Start the processes of a variant and read its settings. `ending` stops them."""
+        directory = self.directory / variant.name
+        if variant.stack is not None:
+            stack = VllmStack(variant.name, variant.stack, directory)
+            ending.push_async_callback(stack.stop)
+            await stack.start()
+            return stack, await stack.settings()
+        service = LocalService(variant.name, variant.config, directory)
         ending.push_async_callback(service.stop)
         await service.start()
-        own = settings_of(await service.workers(), variant.config["router"]["prices"])
-        make = GrpcTarget if settings.api == "grpc" else HttpTarget
-        target = make(service.ready[settings.api])
-    ending.push_async_callback(target.aclose)
-    served = await target.model(model)
-    kind: Literal["started", "endpoint"] = "started" if service else "endpoint"
-    facts = VariantFacts(
-        name=variant.name, kind=kind, api=settings.api, model=served.name, settings=own
-    )
-    return _RunningVariant(facts, served, target, service, model)
+        prices = variant.config["router"]["prices"]
+        return service, settings_of(await service.workers(), prices)
 
 
 async def run_compare(
@@ -119,17 +148,25 @@ async def run_compare(
     """Yield the result after each round and each probe. The last one is complete.
 
     Logs are written to `directory`. `connect` returns the connection to an endpoint's URL. `before`
-    is an incomplete result of the same comparison, to continue it. Raises BenchError if a variant
-    does not start or if the variants' settings differ.
+    is an incomplete result of the same comparison, to continue it. If a variant is vLLM's, each is
+    started for its part of a round and ended after it. Raises BenchError if a variant does not
+    start or if the variants' settings differ.
     """
     trace = load_trace(settings.trace)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     running: dict[str, _RunningVariant] = {}
+    starter = _Starter(settings, connect, directory, progress)
+    # Servers of vLLM take processor time while they wait, so then only one variant runs at a time.
+    takes_turns = any(variant.is_vllm for variant in variants)
     async with AsyncExitStack() as ending:
         # Start variants one after the other, because parallel starts would slow each other down.
         for variant in variants:
-            progress.step(f"starting {variant.name}")
-            running[variant.name] = await _start(variant, settings, connect, directory, ending)
+            one = starter.running(variant)
+            if not takes_turns:
+                running[variant.name] = await ending.enter_async_context(one)
+                continue
+            async with one as first:  # only to learn its settings
+                running[variant.name] = first
         settings = _settled(settings, trace, list(running.values()))
         result = CompareResult(
             created=created,
@@ -145,7 +182,8 @@ async def run_compare(
         )
         if before is not None:
             result = _continued(before, result)
-        measuring = _Measuring(settings, running, trace, progress)
+        again = {x.name: x for x in variants} if takes_turns else {}
+        measuring = _Measuring(settings, running, trace, progress, starter, again)
         async for measured in measuring.all(result.measurements):
             result = replace(result, measurements=measured)
             yield result
@@ -208,10 +246,15 @@ def fitting_scale(trace: Trace) -> Fraction:
 
 @dataclass(frozen=True, slots=True)
 class _Measuring:
+    """Measures variants in turns. `again`: the variants, if each is started for each turn; then
+    those in `running` have ended."""
+
     settings: CompareSettings
     running: Mapping[str, _RunningVariant]
     trace: Trace
     progress: Progress
+    starter: _Starter
+    again: Mapping[str, Variant]
 
     async def all(self, before: tuple[Measurement, ...]) -> AsyncIterator[tuple[Measurement, ...]]:
         """Yield all measurements so far after each round and each probe."""
@@ -223,7 +266,8 @@ class _Measuring:
             return await self._measure(name, "round", number, s.rate_per_s, s.requests)
 
         first = len({m.number for m in found})
-        async for of_round in alternate(names, s.rounds, measure, first=first):
+        warm_up = not self.again
+        async for of_round in alternate(names, s.rounds, measure, first=first, warm_up=warm_up):
             found += of_round.values()
             yield (*found, *probed)
         found += probed
@@ -242,8 +286,21 @@ class _Measuring:
     async def _measure(
         self, name: str, kind: Kind, number: int, rate: float, requests: int
     ) -> Measurement:
-        """Run one measurement. Repeat it once with other prompts if the client was late."""
-        s, variant = self.settings, self.running[name]
+        """Run one measurement, if variants take turns in a fresh start with its own warm-up."""
+        if not self.again:
+            return await self._replay(self.running[name], kind, number, rate, requests)
+        async with self.starter.running(self.again[name]) as variant:
+            known = {"before": self.running[name].facts.settings, "now": variant.facts.settings}
+            if found := differences(known):
+                raise BenchError(f"{name} has started with other settings than before: {found}")
+            await self._replay(variant, "round", WARMUP, rate, requests)
+            return await self._replay(variant, kind, number, rate, requests)
+
+    async def _replay(
+        self, variant: _RunningVariant, kind: Kind, number: int, rate: float, requests: int
+    ) -> Measurement:
+        """Replay the requests. Repeat it once with other prompts if the client was late."""
+        s, name = self.settings, variant.facts.name
         is_warmup = number == WARMUP
         what = "warm-up" if is_warmup else f"{kind} {number + 1}"
         of = f" of {s.rounds}" if kind == "round" and not is_warmup else ""

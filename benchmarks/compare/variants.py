@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
+from benchmarks.compare.vllm_stack import STACKS, StackConfig
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _SHAPE: Final = re.compile(r"(?:([1-9]\d?)P([1-9]\d?)D)?(?:([1-9]\d?)A)?", re.ASCII)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,31}", re.ASCII)
+_OF_ENGINE: Final = "worker.engine_args."
 _SPARE_CORES: Final = 2  # for router and client, if each worker still gets a core
 
 
@@ -24,7 +26,7 @@ class Variant:
     """One system under test: workers that the comparison starts, or an existing endpoint.
 
     `overrides`: configuration keys of this variant only. `config`: its whole configuration. `url`
-    is "" unless it is an endpoint.
+    is "" unless it is an endpoint. `stack` is set for servers of vLLM: `is_vllm`.
     """
 
     name: str
@@ -34,26 +36,30 @@ class Variant:
     url: str = ""
     overrides: tuple[tuple[str, object], ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    is_vllm: bool = False
+    stack: StackConfig | None = None
 
     @property
     def workers(self) -> int:
-        """The number of workers to start; 0 for an endpoint."""
+        """The number of workers or servers to start; 0 for an endpoint."""
         return self.prefill + self.decode + self.aggregated
 
 
 def parse_variant(text: str) -> Variant:
-    """Parse `1P1D`, `2A`, `1P1D1A`, `small=2A` or `peer=http://host:port`."""
+    """Parse `1P1D`, `2A`, `1P1D1A`, `small=2A`, `vllm-pd` or `peer=http://host:port`."""
     name, equals, what = text.strip().partition("=")
     what = what if equals else name
     if not _NAME.fullmatch(name):
         raise BenchError(f"variant name {name!r}: use letters, digits and . _ + -")
     if what.startswith(("http://", "https://")):
         return Variant(name, url=what)
+    if what in STACKS:
+        return Variant(name, *STACKS[what], is_vllm=True)
     found = _SHAPE.fullmatch(what)
     if not what or found is None:
         raise BenchError(
             f"{text!r} is not a variant: give 1P1D (prefill and decode workers), 2A (aggregated "
-            "workers), or name=http://host:port"
+            f"workers), {', '.join(STACKS)} (vLLM's servers), or name=http://host:port"
         )
     prefill, decode, aggregated = (int(count or 0) for count in found.groups())
     return Variant(name, prefill, decode, aggregated)
@@ -74,6 +80,8 @@ def parse_variants(texts: Sequence[str], settings: Sequence[str] = ()) -> tuple[
             raise BenchError(f"--arm-set must be NAME:KEY=VALUE, not {text!r}")
         if name not in found or found[name].url:
             raise BenchError(f"--arm-set {text!r}: no variant called {name!r} is started here")
+        if found[name].is_vllm and not key.startswith(_OF_ENGINE):
+            raise BenchError(f"--arm-set {text!r}: {name} takes only keys of {_OF_ENGINE}")
         more = (*found[name].overrides, (key, yaml.safe_load(value)))
         found[name] = replace(found[name], overrides=more)
     return tuple(found.values())

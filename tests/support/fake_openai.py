@@ -48,6 +48,7 @@ class FakeOpenAI:
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
     all_came: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
+    port: int = 0  # 0: any free one
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[FakeOpenAI]:
@@ -56,7 +57,7 @@ class FakeOpenAI:
         app.router.add_post("/v1/completions", self._complete)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self

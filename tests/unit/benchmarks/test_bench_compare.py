@@ -57,6 +57,8 @@ if TYPE_CHECKING:
         ("2A", Variant("2A", aggregated=2)),
         ("big=1P2D1A", Variant("big", 1, 2, 1)),
         ("peer=http://h:1/v1", Variant("peer", url="http://h:1/v1")),
+        ("vllm-pd", Variant("vllm-pd", 1, 1, is_vllm=True)),
+        ("theirs=vllm-2a", Variant("theirs", aggregated=2, is_vllm=True)),
     ],
 )
 def test_a_variant_is_read(text: str, expected: Variant) -> None:

@@ -24,6 +24,7 @@ from pdserve.process.gpus import check_machine
 from pdserve.process.memory import cpu_cache_bytes
 from workers.vllm.cache.events import events_config
 from workers.vllm.patches.speculation import check_packages
+from workers.vllm.start.defaults import CPU_DEFAULTS, DEFAULTS
 from workers.vllm.start.settings import memory_left_to_kv
 from workers.vllm.step.routed_experts import ARGUMENT, check_captures
 
@@ -37,23 +38,6 @@ if TYPE_CHECKING:
     from workers.vllm.start.settings import VllmSettings
 
 logger = logging.getLogger(__name__)
-
-_DEFAULTS: dict[str, Any] = {
-    "seed": 0,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-    "use_tqdm_on_load": False,
-    "limit_mm_per_prompt": {"image": 8, "video": 0, "audio": 0},  # the router accepts no others
-}
-# vLLM's defaults for GPUs depend on the GPU; its CPU defaults suit a server with many cores.
-_CPU_DEFAULTS: dict[str, Any] = {
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 2048,
-    "block_size": 32,  # the smallest that vLLM's CPU attention packs well
-    "max_model_len": -1,  # the model's context, or as much of it as the KV cache holds
-    "enforce_eager": True,
-}
-
 
 # Limit of LoRA adapters in an engine's host memory. It accepts no more, so that it never reads an
 # adapter's files again, which may have changed.
@@ -122,7 +106,7 @@ def _tier_config(tiers: TiersConfig) -> dict[str, Any]:
 def engine_args(settings: VllmSettings) -> EngineArgs:
     """Return vLLM's engine arguments. Raises ConfigError naming an unknown one."""
     known = {f.name: f for f in fields(EngineArgs)}
-    args = {**_DEFAULTS, **(_CPU_DEFAULTS if current_platform.is_cpu() else {})}
+    args = {**DEFAULTS, **(CPU_DEFAULTS if current_platform.is_cpu() else {})}
     for name, value in settings.engine_args.items():
         if name == ARGUMENT:
             continue  # vLLM's own way needs its model runner V2, and refuses P/D
