@@ -150,7 +150,8 @@ def router_command(config: StackConfig, urls: Sequence[str], ports: tuple[int, i
     """Return the command of the router in front of `urls`, which are in the order of the roles.
     `ports`: of the router and of its metrics."""
     command = [*config.programs.router, f"--host={_HOST}", f"--port={ports[0]}"]
-    command.append(f"--prometheus-port={ports[1]}")
+    # The default, cache_aware, sent all prompts of token ids to one of two servers.
+    command += [f"--prometheus-port={ports[1]}", "--policy=round_robin"]
     if config.aggregated:
         return [*command, "--worker-urls", *urls]
     command.append("--vllm-pd-disaggregation")

@@ -78,7 +78,9 @@ def serve(options: dict[str, str]) -> None:
             Path(options["one-fails"]).touch(exist_ok=False)
         except FileExistsError:
             sys.exit("no memory is left for the KV cache")
-    subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+    child = subprocess.Popen(["sh", "-c", "sleep 600 & echo; wait"], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # now it has its child
     app = web.Application()
     app.add_routes([web.get("/health", healthy), web.get("/server_info", info)])
     app.add_routes([web.get("/version", version)])

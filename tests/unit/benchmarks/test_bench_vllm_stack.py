@@ -6,14 +6,16 @@ import argparse
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.cli import register
+from benchmarks.client import HttpTarget
 from benchmarks.commands import prepare
 from benchmarks.compare import vllm_stack
 from benchmarks.compare.fairness import differences
@@ -36,12 +38,11 @@ from benchmarks.progress import Progress
 from benchmarks.service import with_children
 from pdserve.config import load_config
 from pdserve.demo import MODEL_DIR
+from tests.support.fake_openai import FakeOpenAI
 from tests.support.vllm_stand_in import BLOCKS, options_of, report
 
-if TYPE_CHECKING:
-    from benchmarks.client import Target
-
 STAND_IN = (sys.executable, "-m", "tests.support.vllm_stand_in")
+MARK = "VLLM_STAND_IN_OF"
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -58,10 +59,6 @@ def compare_args(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     register(parser.add_subparsers(required=True))
     return parser.parse_args(["bench", "compare", *words])
-
-
-def no_endpoint(url: str) -> Target:
-    raise AssertionError(f"{url} is no variant of this test")
 
 
 def reports(*configs: StackConfig) -> list[dict[str, Any]]:
@@ -166,14 +163,21 @@ def test_a_variant_of_vllm_takes_no_other_keys_and_no_other_engine() -> None:
 
 
 @pytest.fixture
-def in_this_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_this_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path))
     monkeypatch.chdir(ROOT)  # where the stand-in is found
     monkeypatch.setattr(vllm_stack, "_IDLE_S", 0.01)
     monkeypatch.setattr(vllm_stack, "_END_S", 0.01)  # the children of the stand-in do not end
 
 
-def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [x for x in processes if x.is_running() and x.status() != psutil.STATUS_ZOMBIE]
+def started_by(tmp_path: Path) -> list[psutil.Process]:
+    """Return the processes of a test that run, by their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == str(tmp_path):
+                found.append(process)
+    return [x for x in found if x.pid != os.getpid()]
 
 
 @pytest.mark.usefixtures("in_this_tree")
@@ -185,16 +189,14 @@ async def test_a_stack_starts_moves_its_workers_and_leaves_nothing(tmp_path: Pat
         assert (await stack.settings()).workers == {"prefill": 1, "decode": 1}
         assert await stack.problem() is None
         servers = [x["pid"] for x in stack.ready["workers"]]
-        started = with_children([stack.ready["router"]["pid"], *servers])
+        assert len(started_by(tmp_path)) == 7
         for pid, cores in zip(servers, own.cores, strict=True):
             (_, core, worker) = with_children([pid])
-            assert worker.name() == "sleep"
             assert os.sched_getaffinity(worker.pid) == set(cores)
             assert os.sched_getaffinity(core.pid) == os.sched_getaffinity(0)
     finally:
         await stack.stop()
-    assert len(started) == 7
-    assert running(started) == []
+    assert started_by(tmp_path) == []
     assert stack.ready == {}
 
 
@@ -204,16 +206,15 @@ async def test_a_server_that_fails_ends_the_start_and_leaves_nothing(tmp_path: P
     server = (*own.programs.server, f"--one-fails={tmp_path / 'first'}")
     own = replace(own, programs=replace(own.programs, server=server))
     stack = VllmStack("vllm-pd", own, tmp_path)
-    with pytest.raises(BenchError, match=r"did not start:\n.*no memory is left for the KV cache"):
+    with pytest.raises(BenchError, match=r"(?s)did not start:.*no memory is left for the KV cache"):
         await stack.start()
     await stack.stop()
-    mark = str(tmp_path)
-    assert [x for x in psutil.process_iter(["cmdline"]) if mark in str(x.info["cmdline"])] == []
+    assert started_by(tmp_path) == []
     assert stack.ready == {}
 
 
 @pytest.mark.usefixtures("in_this_tree")
-async def test_only_one_of_the_variants_runs_at_a_time(
+async def test_with_a_stack_only_one_variant_runs_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -229,18 +230,22 @@ async def test_only_one_of_the_variants_runs_at_a_time(
 
     monkeypatch.setattr("benchmarks.compare.run.VllmStack", Seen)
     settings = CompareSettings(
-        trace="chat", baseline="two", requests=2, rounds=1, rate_per_s=50.0, api="http"
+        trace="chat", baseline="peer", requests=2, rounds=1, rate_per_s=50.0, api="http"
     )
-    stacks = {"pair": config(), "two": config("vllm-2a")}
-    variants = [Variant(name, is_vllm=True, stack=stack) for name, stack in stacks.items()]
+    peer = FakeOpenAI(fault=lambda _number: seen.append("peer is asked"))
     with Progress() as progress:
-        results = run_compare(settings, variants, no_endpoint, progress, directory=tmp_path)
-        *_, last = [result async for result in results]
-    turns = [f"{name} {what}" for name in stacks for what in ("starts", "has ended")]
-    assert seen == turns * 2
+        async with peer.serve():
+            variants = [
+                Variant("pair", is_vllm=True, stack=config()),
+                Variant("peer", url=peer.url),
+            ]
+            results = run_compare(settings, variants, HttpTarget, progress, directory=tmp_path)
+            *_, last = [result async for result in results]
+    turn = ["pair starts", "pair has ended"]
+    assert seen[:4] == turn * 2
+    assert set(seen[4:]) == {"peer is asked"}
     assert last.is_complete
-    assert [(m.variant, len(m.records)) for m in last.measurements] == [("pair", 2), ("two", 2)]
-    for measurement in last.measurements:
-        assert {record.status for record in measurement.records} == {"ok"}
-        assert measurement.processor.workers_s is not None
-        assert measurement.processor.idle_s == 0.0
+    pair, _ = last.measurements
+    assert [record.status for record in pair.records] == ["ok", "ok"]
+    assert pair.processor.workers_s is not None
+    assert pair.processor.idle_s == 0.0
