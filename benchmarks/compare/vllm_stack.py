@@ -25,7 +25,8 @@ import psutil
 
 from benchmarks.compare.result import VariantSettings
 from benchmarks.errors import BenchError
-from benchmarks.service import LoggedProcess, free_port
+from benchmarks.service import LoggedProcess
+from pdserve.deploy.local.groups import free_ports
 from pdserve.model.hub import with_directories
 from pdserve.process.gpus import is_cpu_build
 from workers.vllm.start.defaults import CPU_DEFAULTS, DEFAULTS
@@ -179,16 +180,19 @@ class VllmStack:
     async def start(self) -> None:
         """Start the servers, then the router, and wait until an answer comes through. Then give
         each worker its cores. Raises BenchError; `stop` ends what has started."""
-        self._urls = [f"http://{_HOST}:{free_port()}" for _ in self._servers]
+        count = len(self._servers)
+        ports = _ports(2 * count + 2)
+        self._urls = [f"http://{_HOST}:{port}" for port in ports[:count]]
+        of_nixl, of_router = ports[count : 2 * count], (ports[-2], ports[-1])
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
-            starts = [self._start_server(session, i) for i in range(len(self._servers))]
+            starts = [self._start_server(session, i, port) for i, port in enumerate(of_nixl)]
             try:
                 async with asyncio.TaskGroup() as group:
                     for start in starts:
                         group.create_task(start)
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-            url = await self._start_router(session)
+            url = await self._start_router(session, of_router)
         pids = [server.pid for server in self._servers]
         for pid, cores in zip(pids, self._config.cores, strict=True):
             for worker in _workers_of(pid):
@@ -197,7 +201,9 @@ class VllmStack:
         router, workers = {"pid": self._router.pid}, [{"pid": pid} for pid in pids]
         self.ready = {"router": router, "workers": workers, "http": url}
 
-    async def _start_server(self, session: aiohttp.ClientSession, index: int) -> None:
+    async def _start_server(
+        self, session: aiohttp.ClientSession, index: int, nixl_port: int
+    ) -> None:
         config, url = self._config, self._urls[index]
 
         async def is_ready() -> bool:
@@ -207,13 +213,12 @@ class VllmStack:
         await self._servers[index].start(
             server_command(config, config.roles[index], port),
             is_ready,
-            server_environment(len(config.cores[index]), free_port()),
+            server_environment(len(config.cores[index]), nixl_port),
         )
 
-    async def _start_router(self, session: aiohttp.ClientSession) -> str:
+    async def _start_router(self, session: aiohttp.ClientSession, ports: tuple[int, int]) -> str:
         """Start the router. Return its URL when it has answered as often as there are servers, so
         that each has been asked and KV has moved."""
-        ports = (free_port(), free_port())
         url = f"http://{_HOST}:{ports[0]}"
         body = {"model": self._config.model_name, "prompt": [1, 2, 3], "max_tokens": 2}
         answered = 0
@@ -351,6 +356,14 @@ def _workers_of(server: int) -> list[psutil.Process]:
     if not found:
         raise BenchError(f"the server with pid {server} has no worker process")
     return found
+
+
+def _ports(count: int) -> list[int]:
+    """Return different free ports."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_ports(_HOST))
+    return list(found)
 
 
 def _threads(process: psutil.Process) -> list[int]:
