@@ -356,9 +356,16 @@ class WeightUpdates:
         self, member: Member, request: w.UpdateWeightsRequest, timeout_s: float
     ) -> w.UpdateWeightsResponse:
         async with worker_stub(self._dialer, member) as stub:
-            return await stub.UpdateWeights(
-                request, timeout=timeout_s, metadata=self._dialer.metadata
-            )
+            call = stub.UpdateWeights(request, timeout=timeout_s, metadata=self._dialer.metadata)
+            calling = asyncio.ensure_future(call)
+            try:
+                # A worker that hangs ends no call, and the timeout is that of a load of weights.
+                while not (await asyncio.wait({calling}, timeout=PERIOD_S))[0]:
+                    if member.lost:
+                        raise Unavailable(f"worker {member.worker_id} is lost: {member.gone}")
+                return await calling
+            finally:
+                calling.cancel()
 
     # -- Checks
 

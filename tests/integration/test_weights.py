@@ -279,6 +279,32 @@ async def test_workers_that_loaded_first_wait_for_the_last(
         await cluster.until_ready()
 
 
+async def test_a_worker_that_hangs_ends_an_update_once_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trained(tmp_path, prefill=1, decode=1) as (cluster, _):
+        is_asked, never = asyncio.Event(), asyncio.Event()
+
+        async def hang(_: WeightFiles) -> str:
+            is_asked.set()
+            await never.wait()
+            return ""
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster.engine("decode-0"), "check_weights", hang)
+            path = str(tmp_path / "1")
+            updating = asyncio.create_task(post(cluster, "/update_weights", weight_dir=path))
+            await asyncio.wait_for(is_asked.wait(), WAIT_S)
+            info = cluster.workers["decode-0"].info
+            cluster.router.fleet.deregister(info.worker_id, info.instance_id, failure="it hangs")
+            status, said = await asyncio.wait_for(updating, WAIT_S)
+            assert (status, "worker decode-0 is lost: it hangs" in str(said)) == (503, True)
+        never.set()
+        cluster.workers["decode-0"].routers.renew()
+        await cluster.until_ready()
+        await wait_until(lambda: not cluster.workers["decode-0"].intake.updating)
+
+
 async def test_a_difference_is_updated_to_like_a_whole_checkpoint(tmp_path: Path) -> None:
     async with trained(tmp_path, prefill=1, decode=1) as (cluster, whole):
         write_delta(tmp_path / "1", tmp_path / "2", tmp_path / "delta")
