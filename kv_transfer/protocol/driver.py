@@ -184,7 +184,8 @@ class Driver:
             return self.consumer.take_received()
 
     def wait_for_copies(self, transfer_ids: Sequence[str]) -> None:
-        """Wait until no copy reads these transfers' blocks.
+        """Wait until no copy reads these transfers' blocks. They are sent again from the first one,
+        so where every block has a digest no answer depends on this wait.
 
         After `preempt_timeout_s` the links of running copies are closed. Raises KvTransferError if
         a copy does not end even then.

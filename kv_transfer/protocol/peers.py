@@ -56,6 +56,8 @@ class Peers:
         self._handshake = Handshake(settings, instance_id, compatibility, self.transports, local)
         self._dialled: dict[tuple[str, str], Link] = {}
         _warm_up(local, self.driver.producer.chunk_blocks)
+        for transport in transports:
+            transport.prepare(local)
         self._listener = socket.create_server((settings.host, 0), backlog=64)
         host, port = self._listener.getsockname()[:2]
         self.address = f"{host}:{port}"

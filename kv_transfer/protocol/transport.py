@@ -88,6 +88,9 @@ class Transport:
 
     name: str
 
+    def prepare(self, local: LocalKv) -> None:
+        """Do what takes long and needs only the cache, before the engine's first step."""
+
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         """Producer: return the data that the consumer needs, or None if this transport cannot send
         this cache."""

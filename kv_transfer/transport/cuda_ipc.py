@@ -23,7 +23,7 @@ from kv_transfer.protocol.transport import Transport, TransportUnavailable
 from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
     from kv_transfer.protocol.transport import LocalKv
@@ -71,20 +71,16 @@ class CudaIpcTransport(Transport):
         self._handles: list[tuple[bytes, int, int]] = []
         self._lock = threading.Lock()
 
+    def prepare(self, local: LocalKv) -> None:
+        """Export the cache. Torch lists all its allocations for this, which would hold up the steps
+        of an engine in this process."""
+        self._exported(_storages(local))
+
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
-        regions = device_regions(local.regions)
-        if not regions:
+        regions, storages = device_regions(local.regions), _storages(local)
+        if not self._exported(storages):
             return None
-        views = [view for region in regions.values() for view in region.views]
-        storages = {x.data_ptr(): x.nbytes() for x in (view.untyped_storage() for view in views)}
         order = list(storages)
-        with self._lock:
-            if not self._handles:
-                try:
-                    self._handles = [self._export(*each) for each in storages.items()]
-                except KvTransferError as error:
-                    logger.warning("cuda_ipc is not offered: %s", error)
-                    return None
         return {
             "handles": self._handles,
             "groups": [
@@ -130,6 +126,17 @@ class CudaIpcTransport(Transport):
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         return MappedProducer(link, self.name)
 
+    def _exported(self, storages: Mapping[int, int]) -> bool:
+        """Export the cache once. Return False if there is none in GPU memory, or it cannot be
+        exported."""
+        with self._lock:
+            if not self._handles:
+                try:
+                    self._handles = [self._export(*each) for each in storages.items()]
+                except KvTransferError as error:
+                    logger.warning("cuda_ipc is not offered: %s", error)
+            return bool(self._handles)
+
     def _export(self, address: int, size: int) -> tuple[bytes, int, int]:
         """Return (handle of torch's allocation that contains these bytes, their offset in it, their
         size). Raises KvTransferError."""
@@ -137,6 +144,13 @@ class CudaIpcTransport(Transport):
             if 0 <= (offset := address - segment["address"]) < segment["total_size"]:
                 return self._cuda.export(segment["address"]), offset, size
         raise KvTransferError("torch did not allocate the KV cache")
+
+
+def _storages(local: LocalKv) -> dict[int, int]:
+    """Return the addresses and sizes of the allocations of a cache in GPU memory."""
+    regions = device_regions(local.regions).values()
+    storages = (view.untyped_storage() for region in regions for view in region.views)
+    return {x.data_ptr(): x.nbytes() for x in storages}
 
 
 def _mapped(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 
 import pytest
@@ -15,18 +16,23 @@ def _quiet() -> None:
     logging.getLogger("kv_transfer.protocol.consumer").setLevel(logging.ERROR)
 
 
+# The kinds of all faults with two chunks take a minute.
+DEEP = bool(os.environ.get("PDSERVE_EXPLORE_DEEP"))
+
+
 @pytest.mark.parametrize(
-    ("faults", "kinds", "is_pull"),
+    ("faults", "kinds", "chunks", "is_pull"),
     [
-        (1, FAULTS, False),
-        (2, ("kill_p", "lose"), False),
-        (2, ("kill_d", "lose"), True),
+        (1, FAULTS, 1 + DEEP, False),
+        (2, ("kill_p", "lose"), 2, False),
+        (2, ("kill_d", "lose"), 2, True),
+        (2, ("kill_d", "silent"), 1 + DEEP, True),
     ],
 )
 def test_no_order_of_events_breaks_a_promise(
-    faults: int, kinds: tuple[str, ...], is_pull: bool
+    faults: int, kinds: tuple[str, ...], chunks: int, is_pull: bool
 ) -> None:
-    explored = explore(HandoffWorld(faults, kinds, chunks=2, is_pull=is_pull))
+    explored = explore(HandoffWorld(faults, kinds, chunks=chunks, is_pull=is_pull))
     assert explored.states > 10_000
     assert explored.ends > 1
 

@@ -1,5 +1,5 @@
 """A model of one request, its routers, a prefill and a decode worker, with the real state machines
-of the hand-off (Handoff, RetryPolicy, Producer, Consumer), and an explorer of all orders of events.
+of the hand-off (Handoff, Recovery, Producer, Consumer), and an explorer of all orders of events.
 
 The world simulates the engines, the connections and the threads of the KV link. An action is one
 possible next step of one party. A fault is also an action; each world has a budget of faults.
@@ -31,7 +31,8 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.plan import CopyPlan, Shard
 from kv_transfer.protocol.producer import DigestBlocks, Producer, Release, SendChunk
-from pdserve.errors import WorkerFailed
+from pdserve.config import QueueConfig, RetryConfig
+from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import ErrorInfo, FinishReason, StreamDelta
 from router.attempt.handoff import (
     Exported,
@@ -40,7 +41,19 @@ from router.attempt.handoff import (
     Handoff,
     Side,
 )
-from router.attempt.recovery import RetryPolicy, RetryStep
+from router.attempt.recovery import (
+    Confirm,
+    Facts,
+    GiveUp,
+    Ping,
+    Recovery,
+    RecoveryLimits,
+    ReserveWorkers,
+    RetryStep,
+    RunAttempt,
+    Wait,
+)
+from router.attempt.suspects import Death, Suspicion
 
 BLOCK, MAX_TOKENS = 4, 3
 SIDES = {"p": Side.PREFILL, "d": Side.DECODE}
@@ -53,7 +66,7 @@ if TYPE_CHECKING:
 
 FAULTS = (
     *("kill_p", "kill_d", "kill_router", "break_p", "break_d", "break_link"),
-    *("lose", "double", "damage", "pause", "leave", "stale_id"),
+    *("lose", "double", "damage", "pause", "leave", "stale_id", "silent"),
 )
 
 FAULT_CHANCE = 0.08
@@ -84,6 +97,38 @@ PLAN = OnePlan((SHARD,))
 
 def _plan() -> OnePlan:
     return PLAN
+
+
+class OneLimits(RecoveryLimits):
+    """The limits of recovery, which copies of the world share."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return _limits, ()
+
+
+LIMITS = OneLimits(QueueConfig(), RetryConfig())
+CAUSE = Unavailable("")
+
+
+def _limits() -> OneLimits:
+    return LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMember:
+    """What recovery reads of a member. `lost`: its process has died. Otherwise only a connection to
+    it broke, and it is attached again."""
+
+    worker_id: str
+    incarnation: int
+    lost: bool
+    has_left: bool = False
+
+    @property
+    def attached(self) -> bool:
+        return not self.lost
 
 
 def crc(contents: list[Any]) -> bytes:
@@ -149,13 +194,19 @@ class ModelWorker:
 
 @dataclass(slots=True)
 class ModelRouter:
-    """One router. `seen` has the number of its connection to each worker, as last known to it."""
+    """One router. `seen` has the number of its connection to each worker, as last known to it.
+    `recovery` and `suspicion` are of the request. `reserved`: the step whose workers are pinged.
+    `waits_until`: the limit of its wait for capacity."""
 
     number: int
     alive: bool = True
-    policy: RetryPolicy = field(default_factory=RetryPolicy)
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    recovery: Recovery | None = None
+    reserved: RetryStep | None = None
+    waits_until: float | None = None
     handoff: Handoff | None = None
     tid: str = ""
+    is_pair: bool = False
     attempts: int = 0
     seen: dict[str, int] = field(default_factory=lambda: {"p": 0, "d": 0})
 
@@ -187,23 +238,65 @@ class HandoffWorld:
     # -- routers
 
     def begin(self, router: ModelRouter) -> None:
-        """Start an attempt that the retry policy allows, with the one worker of each role."""
+        """Start the request at a router, after the client's tokens."""
+        resume, router.suspicion = len(self.client), Suspicion()
+        router.recovery = Recovery(LIMITS, router.suspicion, max_tokens=MAX_TOKENS, resumed=resume)
+        pair_helps = resume + 1 < MAX_TOKENS
+        step = RetryStep.PAIR if pair_helps else RetryStep.AGGREGATED
+        self.follow(router, router.recovery.start(resume), step)
+
+    def facts(self) -> Facts:
+        return Facts(self.now, len(self.client))
+
+    def follow(self, router: ModelRouter, decision: Any, step: RetryStep | None = None) -> None:
+        """Perform decisions of recovery, as `Failover` and serve.py do, with the one worker of each
+        role. `step`: by which workers are reserved."""
+        recovery, router.reserved, router.waits_until = router.recovery, None, None
+        assert recovery is not None
+        while True:
+            match decision:
+                case RunAttempt():
+                    assert step is not None, "an attempt without workers"
+                    if router.attempts:
+                        recovery.continued(step, len(self.client))
+                    self.run_attempt(router, step)
+                    return
+                case GiveUp():
+                    self.ending = "failed"
+                    return
+                case ReserveWorkers(constraints):
+                    step = constraints.step
+                    roles = {"p", "d"} if step is RetryStep.PAIR else {"d"}
+                    if constraints.without & roles:
+                        decision = recovery.refused(Unavailable("excluded"), self.facts())
+                    else:
+                        decision = recovery.reserved(self.facts())
+                case Confirm():
+                    deaths = sum(not x.is_refuted for x in router.suspicion.deaths)
+                    decision = recovery.confirmed(deaths, self.facts())
+                case Ping():
+                    router.reserved = step
+                    return
+                case Wait(until):
+                    router.waits_until = until
+                    return
+
+    def pinged(self, number: int, silent: str | None = None) -> None:
+        router = self.routers[number]
+        assert router.recovery is not None
+        self.follow(router, router.recovery.pinged(silent, self.facts()), router.reserved)
+
+    def waited(self, number: int) -> None:
+        router = self.routers[number]
+        assert router.recovery is not None
+        self.follow(router, router.recovery.waited(self.facts()))
+
+    def run_attempt(self, router: ModelRouter, step: RetryStep) -> None:
+        """Start an attempt with the one worker of each role."""
         resume = len(self.client)
-        step = RetryStep.PAIR
-        if router.attempts:
-            found = router.policy.next(pair_helps=resume + 1 < MAX_TOKENS)
-            if found is not None and found.step is RetryStep.PAIR and found.without & {"p", "d"}:
-                found = router.policy.next(pair_helps=False)
-            if found is None:
-                self.ending = "failed"
-                return
-            step = found.step
-            router.policy.continued(step, "failure", resume)
-        elif resume + 1 >= MAX_TOKENS:
-            step = RetryStep.AGGREGATED
         router.attempts += 1
         router.tid = f"r{router.number}a{router.attempts}"
-        is_pair = step is RetryStep.PAIR
+        is_pair = router.is_pair = step is RetryStep.PAIR
         router.handoff = Handoff(MAX_TOKENS, resume, "d", "p" if is_pair else None)
         if is_pair:
             incarnation = self.workers["p"].incarnation
@@ -225,6 +318,10 @@ class HandoffWorld:
                     self.command(router, worker, ("cancel", router.number, router.tid))
         router.handoff = None
 
+    def forget_request(self, router: ModelRouter) -> None:
+        """End the request at a router whose client has left, or that has died."""
+        router.recovery = router.reserved = router.waits_until = None
+
     def router_reads(self, worker: str, number: int) -> None:
         router, event = self.routers[number], self.deltas[worker, number].pop(0)
         if event[0] == "lost":
@@ -233,6 +330,10 @@ class HandoffWorld:
         if handoff is None:
             return
         if event[0] == "lost":
+            if handoff.is_open(side):
+                died = ModelMember(worker, event[1], event[2])
+                assert router.recovery is not None
+                router.recovery.died(Death(died, False, (died,)), len(self.client))
             self.perform(router, handoff.on_lost(side, WorkerFailed(f"{worker} is lost")))
         elif event[0] == router.tid:
             self.perform(router, handoff.on_delta(side, event[1]))
@@ -246,11 +347,13 @@ class HandoffWorld:
                     self.client += delta.token_ids
                     self.close(router)
                     self.ending = "finished"
-                case Failed(side, error):
-                    worker = "p" if side is Side.PREFILL else "d"
-                    router.policy.failed(worker, error, len(self.client))
+                case Failed():
+                    recovery, failed = router.recovery, action
+                    assert recovery is not None
                     self.close(router)
-                    self.begin(router)
+                    workers = ("p", "d") if router.is_pair else ("d",)
+                    pair = ("p", "d") if router.is_pair else None
+                    self.follow(router, recovery.failed(failed, workers, pair, self.facts()))
                 case Exported():
                     raise AssertionError("the world has no export")
 
@@ -474,6 +577,7 @@ class HandoffWorld:
             case "kill_router":
                 self.routers[0].alive = False
                 self.routers[0].handoff = None
+                self.forget_request(self.routers[0])
                 for worker in "pd":
                     self.deltas[worker, 0] = []
                     self.workers[worker].commands.append(("gone", 0))
@@ -482,34 +586,35 @@ class HandoffWorld:
                 self.workers[kind[-1]].commands.append(("gone", self.active))
             case "break_link":
                 self.producer_down(where[0])
-            case "lose":
-                where[0](self).pop(0)
-            case "double":
+            case "lose" | "double":
                 messages = where[0](self)
-                messages.insert(1, messages[0])
+                messages[:1] = [] if kind == "lose" else [messages[0], messages[0]]
             case "damage":
                 self.damages = 1
             case "pause":
                 self.pass_time(RECEIVE_S)
             case "leave":
                 self.close(self.routers[0])
+                self.forget_request(self.routers[0])
                 self.move_client()
+            case "silent":
+                self.pinged(self.active, "d")
             case "stale_id":
                 # The other router uses the transfer id of an attempt for its own prefill.
                 self.has_stale_id = True
                 tid = self.routers[0].tid
                 self.workers["p"].commands.append(("prefill", 1, tid, len(self.client)))
 
-    def cut(self, worker: str, router: int) -> None:
+    def cut(self, worker: str, router: int, *, is_dead: bool = False) -> None:
         self.losses += router == self.active
         self.conns[worker, router] += 1
         if self.routers[router].alive:
-            self.deltas[worker, router].append(("lost", self.conns[worker, router]))
+            self.deltas[worker, router].append(("lost", self.conns[worker, router], is_dead))
 
     def kill(self, worker: str) -> None:
         """End a worker and replace it at once. Its sent messages still arrive."""
         for router in (0, 1):
-            self.cut(worker, router)
+            self.cut(worker, router, is_dead=True)
         incarnation = self.workers[worker].incarnation + 1
         self.workers[worker] = ModelWorker(incarnation)
         if worker == "p":
@@ -540,6 +645,11 @@ class HandoffWorld:
                 found.append(("decode_step", name))
         if self.consumer.has_outcomes:
             found.append(("outcome",))
+        for router in self.routers:
+            if router.reserved is not None:
+                found.append(("pinged", router.number))
+            if router.waits_until is not None:
+                found.append(("waited", router.number))
         if not self.routers[0].alive and self.active == 0:
             found.append(("move_client",))
         return found + self.enabled_on_links()
@@ -567,6 +677,8 @@ class HandoffWorld:
         kinds += [] if self.damages else ["damage"]
         if self.routers[self.active].alive:
             kinds += ["break_p", "break_d"]
+        if self.routers[self.active].reserved is not None:
+            kinds += ["silent"]
         if self.active == 0 and self.routers[0].alive:
             kinds += ["kill_router", "leave"]
             kinds += [] if self.has_stale_id else ["stale_id"]
@@ -594,7 +706,10 @@ class HandoffWorld:
             if transfer.failure is not None:
                 transfer.failure = replace(transfer.failure, reason="")
         for router in self.routers:
-            router.policy.done = [""] * len(router.policy.done)
+            if (recovery := router.recovery) is not None:
+                recovery.reason, recovery._cause = "", CAUSE
+                recovery._refused = recovery._refused and CAUSE
+                recovery.retries[:] = [""] * len(recovery.retries)
 
     def without_effect(self) -> Action | None:
         """Return a read of an obsolete message, or None. It has no other effect, so its order does

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_transfer.protocol import consumer, producer
-from router.attempt import handoff
+from router.attempt import handoff, recovery
 from tests.support.handoff_model import FAULTS, HandoffWorld, explore, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-QUICK = tuple(x for x in FAULTS if x not in ("leave", "kill_router", "break_p"))
+# A ping follows a death, so `silent` needs another fault before it.
+QUICK = tuple(x for x in FAULTS if x not in ("leave", "kill_router", "break_p", "silent"))
 
 
 @pytest.mark.parametrize("kind", QUICK)
@@ -43,6 +44,11 @@ def keeps_hold(self: Any, now: float) -> list[Any]:
     return []
 
 
+def gives_up(self: Any, error: Any, facts: Any) -> Any:
+    """Fail if the first step finds no workers."""
+    return recovery.GiveUp(error)
+
+
 def releases_at_once(self: Any, transfer: Any) -> list[Any]:
     """Release blocks under a copy."""
     if transfer.ended_at is None:
@@ -57,6 +63,7 @@ def releases_at_once(self: Any, transfer: Any) -> list[Any]:
         (consumer, "_differing", no_comparison, "damage", "wrong KV"),
         (handoff.Handoff, "_on_early", forgets_early, "double", "has no end"),
         (producer.Producer, "tick", keeps_hold, "lose", "p keeps"),
+        (recovery.Recovery, "refused", gives_up, "kill_p", "the answer failed"),
         (producer.Producer, "_drop", releases_at_once, "leave", "released under a copy"),
     ],
 )

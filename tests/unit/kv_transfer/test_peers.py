@@ -24,7 +24,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.peers import Peers
 from kv_transfer.protocol.plan import CopyPlan, Shard
-from kv_transfer.protocol.transport import LocalKv
+from kv_transfer.protocol.transport import LocalKv, Transport
 from kv_transfer.settings import MAX_IN_FLIGHT, ConnectorConfig
 from kv_transfer.transport.mapped import MappedProducer
 from kv_transfer.transport.tcp import TcpProducer
@@ -339,6 +339,15 @@ def test_blocks_are_not_written_again_before_a_consumer_that_copies_is_sent_the_
     until(lambda: source.sent and target.ended, source, target)
     assert source.sent == ["p-t"]
     assert "tokens were subscribed" in target.failures["d-t"]
+
+
+def test_transports_are_prepared_before_the_engine_steps(
+    shm_rig: KvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[object] = []
+    monkeypatch.setattr(Transport, "prepare", lambda self, local: prepared.append((self, local)))
+    worker = shm_rig.worker()
+    assert prepared == [(worker.transports[0], worker.cache.local)]
 
 
 class Held:
