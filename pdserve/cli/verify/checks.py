@@ -12,7 +12,13 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.verify.compare import difference, is_rounding
-from pdserve.cli.verify.endpoint import ANSWER_TOKENS, EndpointAnswer, Refused, together
+from pdserve.cli.verify.endpoint import (
+    ANSWER_TOKENS,
+    Broken,
+    EndpointAnswer,
+    Refused,
+    together,
+)
 from pdserve.cli.verify.outcome import (
     CACHE_TRIES,
     FILLER,
@@ -35,6 +41,9 @@ LONG_ANSWER_TOKENS = 256
 MOST_WORDS = 200_000
 TOLERANCE = 1e-3
 POLL_S = 0.2
+STORM_ROUNDS = 3
+LEAVE_S = 0.02
+NOWHERE = "no-such-region"
 QUESTIONS = ("What does prefill do?", "Name some colors and say why you like them.")
 # Metrics of resources that requests hold: slots, and KV blocks that no other request can use.
 HELD = (
@@ -276,25 +285,31 @@ async def choices(endpoint: Endpoint) -> Outcome:
     return Passed()
 
 
+async def _leave(endpoint: Endpoint, body: Body, after: int) -> bool:
+    """Close the connection after so many chunks with text; after 0, soon. Return False if the
+    answer had ended."""
+    partial, chunks, seen = EndpointAnswer(body), endpoint.chunks(body), 0
+    try:
+        async with asyncio.timeout(None if after else LEAVE_S):
+            async for chunk in chunks:
+                length = len(partial.text)
+                partial.add(chunk)
+                seen += len(partial.text) > length
+                if after and seen >= after:
+                    break
+    except TimeoutError:
+        pass
+    finally:
+        await chunks.aclose()
+    return not partial.first.finish_reason
+
+
 async def abort(endpoint: Endpoint) -> Outcome:
     before = await endpoint.metrics()
     prompt = fresh("Count from 1 to 1000 in words.")
     body = endpoint.body(prompt, max_tokens=LONG_ANSWER_TOKENS, stream=True)
-
-    async def leave() -> bool:
-        """Close the connection after the first text. Return False if the answer had ended."""
-        partial, chunks = EndpointAnswer(body), endpoint.chunks(body)
-        try:
-            async for chunk in chunks:
-                partial.add(chunk)
-                if partial.text:
-                    break
-        finally:
-            await chunks.aclose()
-        return not partial.first.finish_reason
-
     slots = range(endpoint.concurrency)
-    left = [await together(leave() for _ in slots) for _ in range(2)]
+    left = [await together(_leave(endpoint, body, 1) for _ in slots) for _ in range(2)]
     if not any(map(any, left)):
         return NotApplicable("each answer ended before it could be aborted")
     await endpoint.at_once([endpoint.body(fresh(QUESTIONS[0]), max_tokens=4) for _ in slots])
@@ -313,6 +328,45 @@ async def abort(endpoint: Endpoint) -> Outcome:
     return CheckFailed(
         f"after {sum(map(sum, left))} aborts {', '.join(more)}", [EndpointAnswer(body)]
     )
+
+
+async def storm(endpoint: Endpoint) -> Outcome:
+    # The same questions again and again, as an audit would ask them: KV of requests that were
+    # aborted must not get into the answers of others, neither at once nor later.
+    prompts = [fresh(question) for question in QUESTIONS]
+    first = [await endpoint.ask(prompt) for prompt in prompts]
+    left = 0
+    for _ in range(STORM_ROUNDS):
+        bodies = [
+            endpoint.body(fresh(FILLER * 4), max_tokens=LONG_ANSWER_TOKENS, stream=True)
+            for _ in range(endpoint.concurrency)
+        ]
+        left += sum(await together(_leave(endpoint, body, n % 4) for n, body in enumerate(bodies)))
+        for prompt, before in zip(prompts, first, strict=True):
+            what = f"after {left} aborts equal requests"
+            if found := await _judge(endpoint, before, await endpoint.ask(prompt), what):
+                return found
+    if not left:
+        return NotApplicable("each answer ended before it could be aborted")
+    return Passed(f"{left} aborts at once, in prefill and in decode")
+
+
+async def residency(endpoint: Endpoint) -> Outcome:
+    answer = await endpoint.ask(fresh(QUESTIONS[0]), max_tokens=4)
+    shown = str((answer.usage or {}).get("inference_geo") or "")
+    if not shown:
+        return NotApplicable("its usage does not say in which regions it answered")
+    region = shown.split("+")[0]
+    bound = await endpoint.ask(fresh(QUESTIONS[0]), max_tokens=4, inference_geo=region)
+    served = str((bound.usage or {}).get("inference_geo") or "")
+    if served != region:
+        return CheckFailed(f"a request bound to {region!r} was answered in {served!r}", [bound])
+    try:
+        body = endpoint.body(fresh(QUESTIONS[0]), max_tokens=4, inference_geo=NOWHERE)
+        elsewhere = await endpoint.send(body)
+    except (Refused, Broken):
+        return Passed(f"{region}; what usage says was not compared with where data really was")
+    return CheckFailed(f"a request bound to {NOWHERE!r} was answered", [elsewhere])
 
 
 async def length(endpoint: Endpoint) -> Outcome:
@@ -526,6 +580,14 @@ CHECKS = (
         per_slot=(3, 2 * LONG_ANSWER_TOKENS + 4),
     ),
     Check(
+        storm,
+        "Equal greedy requests give the same answer for as long as other clients come and leave",
+        "vLLM P/D: a request aborted while KV came and went ended the engine",
+        "vllm-project/vllm/issues/46240",
+        (10, 10 * ANSWER_TOKENS),
+        (STORM_ROUNDS, STORM_ROUNDS * LONG_ANSWER_TOKENS),
+    ),
+    Check(
         length,
         "A prompt beyond the context is refused with its length and the limit",
         "SGLang P/D: the answer to a prompt that is too long was garbage",
@@ -552,6 +614,13 @@ CHECKS = (
         "SGLang with LMCache: tenants shared prefixes across salts",
         "sgl-project/sglang/issues/37160",
         (2 + CACHE_TRIES, (2 + CACHE_TRIES) * 4),
+    ),
+    Check(
+        residency,
+        "A request bound to a region is answered there, or not at all",
+        "Goose: a failed request could be sent again to another region",
+        "aaif-goose/goose/issues/12316",
+        (3, 12),
     ),
     Check(
         disaggregation,

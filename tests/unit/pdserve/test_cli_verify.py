@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.cli import build_parser
-from pdserve.cli.verify.checks import CHECKS, solid_png
+from pdserve.cli.verify.checks import CHECKS, NOWHERE, solid_png
 from pdserve.cli.verify.endpoint import Endpoint
 from pdserve.cli.verify.outcome import CheckFailed, NotApplicable, Passed
 from pdserve.cli.verify.report import run_check
@@ -48,6 +48,7 @@ class Server:
     def __init__(self, *faults: str) -> None:
         self.faults = set(faults)
         self.requests = self.asked_tokens = self.running = self.handed_over = 0
+        self.unfinished = 0  # and aborted
         self.slots = asyncio.Semaphore(SLOTS)
         self.prompts: list[str] = []
         self.images: dict[str, str] = {}
@@ -122,9 +123,11 @@ class Server:
         await self.slots.acquire()
         self.running += 1
         is_kept = "keeps aborted" in self.faults
+        self.unfinished += 1
         try:
             answer = await self.answer(request, body)
             is_kept = False
+            self.unfinished -= 1
             return answer
         finally:
             if not is_kept:
@@ -137,6 +140,8 @@ class Server:
                 return 400, f"{name} is not supported"
         if "no images" in self.faults and isinstance(body["messages"][0]["content"], list):
             return 400, "images are not supported"
+        if body.get("inference_geo") == NOWHERE and "region unknown" not in self.faults:
+            return 503, "no worker is in no-such-region"
         if (length := len(prompt_of(body).split())) > CONTEXT and "any length" not in self.faults:
             if "length breaks" in self.faults:
                 return 500, "prefill worker failed\x1b[2J to start"
@@ -156,6 +161,8 @@ class Server:
         if "earlier answer" in self.faults and prompt in self.prompts:
             prompt = self.prompts[-1]
         self.prompts.append(prompt_of(body))
+        if "wrong after aborts" in self.faults and self.unfinished > self.running:
+            prompt = "of an aborted request"
         choose = random.Random(hashlib.sha256(prompt.encode()).digest())
         if body["temperature"]:
             has_seed = "seed" in body and "seed ignored" not in self.faults
@@ -218,7 +225,14 @@ class Server:
             "completion_tokens": made,
             "total_tokens": length + made + ("wrong sum" in self.faults),
             "prompt_tokens_details": {"cached_tokens": cached},
+            **self.region(body),
         }
+
+    def region(self, body: Body) -> Body:
+        if "no regions" in self.faults:
+            return {}
+        is_wrong = "region ignored" in self.faults and "inference_geo" in body
+        return {"inference_geo": "here" if is_wrong else body.get("inference_geo", "there")}
 
     async def answer(self, request: web.Request, body: Body) -> web.StreamResponse:
         await asyncio.sleep(0)  # so that requests at once do run at once
@@ -344,6 +358,9 @@ FAULTS = [
     ("tools", "arguments lost", "arguments are not JSON"),
     ("choices", "n ignored", "asked for 3 answers"),
     ("abort", "keeps aborted", "not done within"),
+    ("storm", "wrong after aborts", "aborts equal requests differ"),
+    ("residency", "region ignored", "was answered in 'here'"),
+    ("residency", "region unknown", "bound to 'no-such-region' was answered"),
     ("length", "any length", "accepted"),
     ("length", "length unsaid", "without its length"),
     ("length", "length breaks", "HTTP 500: prefill worker failed [2J to start"),
@@ -409,6 +426,7 @@ async def test_without_logprobs_a_difference_is_undecided_unless_it_comes_again(
         ("images", "no images"),
         ("salt", "no cache_salt"),
         ("disaggregation", "aggregated"),
+        ("residency", "no regions"),
         ("stale_prefix", "no updates"),
         ("versions", "no updates"),
         ("versions", "no spans"),
