@@ -74,6 +74,9 @@ class AuditedAnswer(Struct, frozen=True, eq=False):
     index: int = 0
     evidence: Evidence | None = None
 
+    def __repr__(self) -> str:
+        return f"AuditedAnswer {self.request_id}"  # tokens must not get into logs
+
     @property
     def workers(self) -> frozenset[str]:
         return frozenset(name for hop in self.hops for name in hop.workers)
