@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import load_file, save_file
 
-from pdserve.config import GrpcConfig, HttpConfig, RouterConfig
 from pdserve.errors import InvalidRequest
 from pdserve.model import prefix_hash
 from pdserve.types import SamplingParams
@@ -88,14 +87,7 @@ async def add(service: VllmCluster, adapters: Adapters, name: str) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[VllmCluster]:
     """Start one prefill and two decode workers, and load `blue` while they run."""
-    config = RouterConfig(
-        http=HttpConfig(port=0),
-        grpc=GrpcConfig(port=0),
-        policy="prefix_aware",
-        lease_s=20.0,
-        stop_grace_s=0.0,
-    )
-    async with VllmCluster.start(config, tiny_model) as service:
+    async with VllmCluster.start(tiny_model, policy="prefix_aware") as service:
         for name in ("prefill-0", "decode-0", "decode-1"):
             await add(service, adapters, name)
         await service.until_ready()

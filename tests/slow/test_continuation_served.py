@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from pdserve.config import GrpcConfig, HttpConfig, RouterConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from pdserve.v1 import worker_pb2 as w
 from tests.support.engine_pair import JoinedAnswer, joined, prompt
@@ -49,14 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def running(tiny_model: Path) -> AsyncIterator[VllmCluster]:
-    config = RouterConfig(
-        http=HttpConfig(port=0),
-        grpc=GrpcConfig(port=0),
-        policy="least_loaded",
-        lease_s=20.0,
-        stop_grace_s=0.0,
-    )
-    async with VllmCluster.start(config, tiny_model) as service:
+    async with VllmCluster.start(tiny_model) as service:
         yield service
 
 

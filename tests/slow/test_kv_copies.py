@@ -12,7 +12,6 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from pdserve.config import GrpcConfig, HttpConfig, RouterConfig
 from pdserve.types import SamplingParams
 from router.attempt import copies
 from router.placement import cost
@@ -35,14 +34,7 @@ async def service(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     # A tiny model computes as fast as it copies, and this machine may be slow.
     monkeypatch.setattr(cost, "is_clearly_cheaper", lambda _copy_s, _compute_s: True)
     monkeypatch.setattr(copies, "MIN_LIMIT_S", WAIT_S)
-    config = RouterConfig(
-        http=HttpConfig(port=0),
-        grpc=GrpcConfig(port=0),
-        policy="prefix_aware",
-        lease_s=WAIT_S,
-        stop_grace_s=0.0,
-    )
-    async with VllmCluster.start(config, tiny_model) as service:
+    async with VllmCluster.start(tiny_model, policy="prefix_aware", lease_s=WAIT_S) as service:
         for name in ("prefill-0", "decode-0"):
             await service.add(name)
         await service.until_ready()

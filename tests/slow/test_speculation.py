@@ -15,7 +15,6 @@ import pytest
 import pytest_asyncio
 
 from kv_transfer.settings import ConnectorConfig
-from pdserve.config import GrpcConfig, HttpConfig, RouterConfig
 from pdserve.demo import MODEL_DIR as MODEL
 from pdserve.errors import UnsupportedField
 from pdserve.model import prefix_hash
@@ -195,10 +194,7 @@ async def test_sampling_follows_the_model(pair: EnginePair) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def service() -> AsyncIterator[VllmCluster]:
-    config = RouterConfig(
-        http=HttpConfig(port=0), grpc=GrpcConfig(port=0), policy="least_loaded", stop_grace_s=0.0
-    )
-    async with VllmCluster.start(config, MODEL) as service:
+    async with VllmCluster.start(MODEL) as service:
         await service.add("prefill-0")
         for name in ("decode-0", "decode-1"):
             await service.add(name, engine_args=f", speculative_config: {json.dumps(NGRAM)}")

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from kv_transfer.settings import ConnectorConfig
-from pdserve.config import GrpcConfig, HttpConfig, RouterConfig, TiersConfig
+from pdserve.config import TiersConfig
 from pdserve.net import rpc
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
@@ -140,11 +140,8 @@ async def test_files_serve_other_workers_and_outlive_a_kill(
 async def test_a_restarted_prefill_worker_of_a_service_has_its_prefixes(
     tiny_model: Path, expected: list[tuple[int, ...]], folder: Path
 ) -> None:
-    config = RouterConfig(
-        http=HttpConfig(port=0), grpc=GrpcConfig(port=0), policy="least_loaded", stop_grace_s=0.0
-    )
     tiers = f"{{host_gib: 0.03125, disk_path: {folder}, disk_gib: 0.0625}}"
-    async with VllmCluster.start(config, tiny_model) as service:
+    async with VllmCluster.start(tiny_model) as service:
         await service.add("decode-0")
         for cached in (0, BLOCKS * BLOCK):
             await service.add("prefill-0", tiers=tiers)
@@ -166,11 +163,8 @@ async def test_an_evicted_prompt_goes_to_the_worker_with_its_blocks_in_host_memo
     tiny_model: Path,
 ) -> None:
     """The cache of a worker has room for three of the prompts, its host memory for all."""
-    config = RouterConfig(
-        http=HttpConfig(port=0), grpc=GrpcConfig(port=0), policy="prefix_aware", stop_grace_s=0.0
-    )
     length = ", max_model_len: 1024"
-    async with VllmCluster.start(config, tiny_model) as service:
+    async with VllmCluster.start(tiny_model, policy="prefix_aware") as service:
         for name in ("prefill-0", "prefill-1"):
             args = f"{length}, num_gpu_blocks_override: 60"
             await service.add(name, tiers="{host_gib: 0.0625}", engine_args=args)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.config import GrpcConfig, HttpConfig, RouterConfig, WeightsConfig
+from pdserve.config import WeightsConfig
 from pdserve.demo import MODEL_DIR
 from pdserve.model.weight_deltas import write_delta
 from pdserve.types import SamplingParams
@@ -39,15 +39,9 @@ def trained(target: Path, seed: int) -> Path:
 async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
     tmp_path: Path,
 ) -> None:
-    config = RouterConfig(
-        http=HttpConfig(port=0),
-        grpc=GrpcConfig(port=0),
-        policy="least_loaded",
-        lease_s=20.0,
-        stop_grace_s=0.0,
-        weights=WeightsConfig(directories=(str(tmp_path),), mode="keep"),
-    )
-    async with VllmCluster.start(config, MODEL_DIR) as service:
+    async with VllmCluster.start(
+        MODEL_DIR, weights=WeightsConfig(directories=(str(tmp_path),), mode="keep")
+    ) as service:
         for name in ("prefill-0", "decode-0"):
             # On disk, where KV of the old weights would outlive everything else.
             tiers = f"{{host_gib: 0.03, disk_path: {tmp_path / 'tier'}, disk_gib: 0.1}}"

@@ -7,11 +7,12 @@ import asyncio
 import signal
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from pdserve.client import Client
+from pdserve.config import GrpcConfig, HttpConfig, RouterConfig
 from pdserve.net import rpc
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.client import Delta
-    from pdserve.config import RouterConfig
     from pdserve.process.forkserver import Forked
     from pdserve.types import Receipt, SamplingParams
     from tests.support.engine_pair import JoinedAnswer
@@ -46,8 +46,13 @@ class VllmCluster:
 
     @staticmethod
     @asynccontextmanager
-    async def start(config: RouterConfig, model: Path) -> AsyncIterator[VllmCluster]:
-        """Start the router alone. End all added workers at the exit."""
+    async def start(model: Path, **router_keys: Any) -> AsyncIterator[VllmCluster]:
+        """Start the router alone, with these keys of RouterConfig. End all added workers at the
+        exit."""
+        # A worker on a busy machine may be late with its lease.
+        keys: dict[str, Any] = {"policy": "least_loaded", "lease_s": 20.0, **router_keys}
+        http, grpc_ = HttpConfig(port=0), GrpcConfig(port=0)
+        config = RouterConfig(http=http, grpc=grpc_, stop_grace_s=0.0, **keys)
         async with AsyncExitStack() as stack:
             router = RouterServer(config)
             addresses = await router.start()
