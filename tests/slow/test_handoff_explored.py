@@ -16,7 +16,7 @@ def _quiet() -> None:
     logging.getLogger("kv_transfer.protocol.consumer").setLevel(logging.ERROR)
 
 
-# The kinds of all faults with two chunks take a minute.
+# With a second chunk everywhere, which takes minutes.
 DEEP = bool(os.environ.get("PDSERVE_EXPLORE_DEEP"))
 
 
@@ -25,7 +25,7 @@ DEEP = bool(os.environ.get("PDSERVE_EXPLORE_DEEP"))
     [
         (1, FAULTS, 1 + DEEP, False),
         (2, ("kill_p", "lose"), 2, False),
-        (2, ("kill_d", "lose"), 2, True),
+        (2, ("kill_d", "lose"), 1 + DEEP, True),
         (2, ("kill_d", "silent"), 1 + DEEP, True),
     ],
 )
@@ -33,7 +33,7 @@ def test_no_order_of_events_breaks_a_promise(
     faults: int, kinds: tuple[str, ...], chunks: int, is_pull: bool
 ) -> None:
     explored = explore(HandoffWorld(faults, kinds, chunks=chunks, is_pull=is_pull))
-    assert explored.states > 10_000
+    assert explored.states > 5_000
     assert explored.ends > 1
 
 

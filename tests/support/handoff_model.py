@@ -227,6 +227,7 @@ class HandoffWorld:
         self.damages = 0
         self.has_stale_id = False
         self.losses = 0  # of workers
+        self.is_late = False
         # Connections between routers and workers: their numbers, and the messages in flight.
         self.conns = {(w, r): 0 for w in "pd" for r in (0, 1)}
         self.deltas: dict[tuple[str, int], list[Any]] = {key: [] for key in self.conns}
@@ -289,6 +290,8 @@ class HandoffWorld:
     def waited(self, number: int) -> None:
         router = self.routers[number]
         assert router.recovery is not None
+        # Nobody was ready for as long as a request may wait.
+        self.is_late |= self.now >= LIMITS.queue.timeout_s
         self.follow(router, router.recovery.waited(self.facts()))
 
     def run_attempt(self, router: ModelRouter, step: RetryStep) -> None:
@@ -739,8 +742,9 @@ class HandoffWorld:
             while actions := self.enabled():
                 self.do(actions[0])
             self.pass_time(RECEIVE_S)
-        # The router gives up a request after several lost workers, because it may be the cause.
-        if self.ending != "failed" or self.losses < 2:
+        # The router gives up a request after several lost workers, because it may be the cause, and
+        # one that has waited too long for a worker.
+        if self.ending != "failed" or not (self.losses >= 2 or self.is_late):
             assert self.ending == "finished", f"the answer {self.ending or 'has no end'}"
             assert len(self.client) == MAX_TOKENS, "tokens are missing"
         for name, worker in self.workers.items():
