@@ -25,6 +25,7 @@ NAMES = (
     "router",
     "tiers",
     "unloaded",
+    "weights",
 )
 
 
