@@ -63,7 +63,10 @@ async def run(
             "engine_args": engine_args,
             "weights_directories": [str(path.parent)],
         }
-        router: dict[str, Any] = {"weights": {"directories": [str(path.parent)], "mode": "keep"}}
+        router: dict[str, Any] = {
+            "access": {"open_control": True},  # the service is reached from this machine alone
+            "weights": {"directories": [str(path.parent)], "mode": "keep"},
+        }
         up: dict[str, Any] = {"prefill": {"workers": 1}, "decode": {"workers": 1}}
         progress.step("starting 1P1D and an engine")
         starting = serving(
