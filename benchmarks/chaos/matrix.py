@@ -275,6 +275,10 @@ async def _row(
     left = await run.service.until_empty(EMPTY_S)
     deaths = await run.service.take_deaths()
     answers = run.answers.values()
+    copied_tokens = sum(x.copied_tokens for x in answers)
+    if scenario.copies_always and not copied_tokens:
+        hit = False
+        run.notes.append("no prefix was copied")
     failed = [x for x in answers if x.ending != "ok"]
     blamed = [x for x in failed if not run.allows(x)]
     wrong = {x.number: wrong_tokens(x, expected[x.number % REPEATED]) for x in answers}
@@ -302,7 +306,7 @@ async def _row(
         deaths=deaths,
         aborts=dict(run.aborts),
         handed_over=sum(x.is_handed_over for x in answers),
-        copied_tokens=sum(x.copied_tokens for x in answers),
+        copied_tokens=copied_tokens,
     )
 
 
