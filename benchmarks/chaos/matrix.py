@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.chaos.capsules import keep_capsules
@@ -208,6 +208,8 @@ async def _tried(
         progress.step(f"{scenario.name}: computing the right answers")
         expected = await right_answers(right, list(run.questions.values()))
         row = await _row(scenario, run, expected, progress, directory / "capsules")
+        if scenario.copies_always and not row.copied_tokens:
+            row = replace(row, hit=False, notes=[*row.notes, "no prefix was copied"])
         if row.hit or row.failed or row.wrong_tokens:
             break
     return row
@@ -275,10 +277,6 @@ async def _row(
     left = await run.service.until_empty(EMPTY_S)
     deaths = await run.service.take_deaths()
     answers = run.answers.values()
-    copied_tokens = sum(x.copied_tokens for x in answers)
-    if scenario.copies_always and not copied_tokens:
-        hit = False
-        run.notes.append("no prefix was copied")
     failed = [x for x in answers if x.ending != "ok"]
     blamed = [x for x in failed if not run.allows(x)]
     wrong = {x.number: wrong_tokens(x, expected[x.number % REPEATED]) for x in answers}
@@ -306,7 +304,7 @@ async def _row(
         deaths=deaths,
         aborts=dict(run.aborts),
         handed_over=sum(x.is_handed_over for x in answers),
-        copied_tokens=copied_tokens,
+        copied_tokens=sum(x.copied_tokens for x in answers),
     )
 
 
