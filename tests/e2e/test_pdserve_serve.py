@@ -213,8 +213,10 @@ async def test_verify_finds_each_promise_kept(stack: ServedUp) -> None:
     ended = await asyncio.to_thread(run_cli, *words, within_s=START_S)
     found = {x["check"]: (x["result"], x["note"]) for x in json.loads(ended.stdout)["checks"]}
     other = {name: x for name, x in found.items() if x[0] != "holds"}
-    # The demo model may pad its JSON with spaces until the answer is cut.
-    assert other.keys() <= {"images", "structured", "tools"}, other
+    # The demo model may pad its JSON with spaces until the answer is cut. The checks of weights
+    # change the model (tests/integration/test_weights.py), and this service has no regions.
+    changing, regional = {"stale_prefix", "versions", "pause"}, {"residency"}
+    assert other.keys() <= {"images", "structured", "tools"} | changing | regional, other
     assert {result for result, _ in other.values()} == {"not applicable"}, other
     assert ended.returncode == 0
 

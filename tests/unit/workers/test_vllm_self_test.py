@@ -21,7 +21,9 @@ class Engine:
         self._left = 0
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens),
-            model_config=SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100),
+            model_config=SimpleNamespace(
+                max_model_len=4096, get_vocab_size=lambda: 100, enforce_eager=True
+            ),
         )
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
