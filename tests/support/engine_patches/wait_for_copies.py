@@ -32,8 +32,10 @@ def _note(*words: object) -> None:
         file.write(" ".join(str(word) for word in (*words, time.monotonic())) + "\n")
 
 
-def _noted_subscription(self: Producer[Any], link: Any, subscription: Any, now: float) -> Any:
-    actions = _subscribe(self, link, subscription, now)
+def _noted_subscription(
+    self: Producer[Any], link: Any, subscription: Any, now: float, send_chunks: int
+) -> Any:
+    actions = _subscribe(self, link, subscription, now, send_chunks)
     _note("subscribed", subscription.num_blocks)
     return actions
 
