@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from tests.support.handoff_model import FAULTS, HandoffWorld, explore, walk
+from tests.support.explorer import explore, walk
+from tests.support.handoff_model import FAULTS, HandoffWorld
 
 
 @pytest.fixture(autouse=True)

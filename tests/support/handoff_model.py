@@ -1,5 +1,5 @@
 """A model of one request, its routers, a prefill and a decode worker, with the real state machines
-of the hand-off (Handoff, Recovery, Producer, Consumer), and an explorer of all orders of events.
+of the hand-off (Handoff, Recovery, Producer, Consumer), for the explorer.
 
 The world simulates the engines, the connections and the threads of the KV link. An action is one
 possible next step of one party. A fault is also an action; each world has a budget of faults.
@@ -9,14 +9,9 @@ during the fault `pause`, and at the end, when all timeouts and holds expire.
 
 from __future__ import annotations
 
-import io
-import itertools
-import pickle
 import zlib
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.cache.geometry import KvGroup
@@ -55,25 +50,18 @@ from router.attempt.recovery import (
 )
 from router.attempt.suspects import Death, Suspicion
 
+if TYPE_CHECKING:
+    from tests.support.explorer import Action
+
 BLOCK, MAX_TOKENS = 4, 3
 SIDES = {"p": Side.PREFILL, "d": Side.DECODE}
 LEASE_S, RECEIVE_S = 30.0, 60.0
 FIRST_TOKEN = 100
 SHARD = Shard(1, 16, KvGroup(0, BLOCK), (1,))
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
 FAULTS = (
     *("kill_p", "kill_d", "kill_router", "break_p", "break_d", "break_link"),
     *("lose", "double", "damage", "pause", "leave", "stale_id", "silent"),
 )
-
-FAULT_CHANCE = 0.08
-
-Action = tuple[Any, ...]
-Path = tuple[Any, Action] | None
-"""The actions so far, the last one first."""
 
 
 class Wire(Enum):
@@ -764,76 +752,3 @@ class FrameQueue:
     def __call__(self, world: HandoffWorld) -> list[Any]:
         found: list[Any] = getattr(world.links[self.wire], self.end)
         return found
-
-
-@dataclass(frozen=True)
-class Explored:
-    states: int
-    transitions: int
-    ends: int
-    depth: int
-
-
-def explore(start: HandoffWorld) -> Explored:
-    """Explore every order of actions, each state once. Raises AssertionError with the actions that
-    led to a broken promise."""
-    seen = {_key(start)}
-    waiting: list[tuple[bytes, Path, int]] = [(pickle.dumps(start, -1), None, 0)]
-    transitions = ends = deepest = 0
-    while waiting:
-        state, path, depth = waiting.pop()
-        deepest = max(deepest, depth)
-        world: HandoffWorld = pickle.loads(state)
-        normal = world.enabled()
-        first = world.without_effect()
-        actions = normal + world.possible_faults() if first is None else [first]
-        if not normal:
-            ends += 1
-            _checked(path, world.settle)
-        for action in actions:
-            world = pickle.loads(state)
-            transitions += 1
-            _checked((path, action), partial(world.do, action))
-            key = _key(world)
-            if key not in seen:
-                seen.add(key)
-                waiting.append((pickle.dumps(world, -1), (path, action), depth + 1))
-    return Explored(len(seen), transitions, ends, deepest)
-
-
-def walk(world: HandoffWorld, dice: random.Random) -> int:
-    """Run one random order of actions to its end, with occasional faults. Return its length."""
-    path: Path = None
-    for length in itertools.count():
-        actions = world.enabled()
-        if not actions:
-            _checked(path, world.settle)
-            return length
-        faults = world.possible_faults()
-        action = dice.choice(faults if faults and dice.random() < FAULT_CHANCE else actions)
-        path = (path, action)
-        _checked(path, partial(world.do, action))
-    raise AssertionError("unreachable")
-
-
-def _checked(path: Path, step: Callable[[], None]) -> None:
-    """Run a step. If it fails, raise with the actions that led to it."""
-    try:
-        step()
-    except Exception as error:
-        steps = []
-        while path is not None:
-            path, action = path
-            steps.append(action)
-        lines = "\n".join(f"  {x}" for x in reversed(steps))
-        raise AssertionError(f"{type(error).__name__}: {error} after\n{lines}") from error
-
-
-def _key(world: HandoffWorld) -> bytes:
-    """Return a digest of the state. Equal states must serialize equally, so no object is written as
-    a reference to an earlier one."""
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, -1)
-    pickler.fast = True
-    pickler.dump(world)
-    return blake2b(file.getbuffer(), digest_size=16).digest()

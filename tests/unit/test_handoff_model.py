@@ -10,7 +10,8 @@ import pytest
 
 from kv_transfer.protocol import consumer, producer
 from router.attempt import handoff, recovery
-from tests.support.handoff_model import FAULTS, HandoffWorld, explore, walk
+from tests.support.explorer import explore, walk
+from tests.support.handoff_model import FAULTS, HandoffWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable
