@@ -172,6 +172,11 @@ class ModelWorker:
         request.blocks.append(block)
         return block
 
+    @property
+    def in_use(self) -> dict[int, str]:
+        """The blocks that are not free."""
+        return self.owner
+
     def free(self, request: EngineRequest) -> None:
         for block in request.blocks:
             assert self.owner.pop(block) == request.name, "a block was released by another"
@@ -414,7 +419,7 @@ class HandoffWorld:
         worker = self.workers["p"]
         request = worker.requests[name]
         block = worker.take(request)
-        worker.memory[block] = (request.tid, len(request.blocks) - 1)
+        worker.memory[block] = self.content(request.tid, len(request.blocks) - 1)
         ready = BLOCK * len(request.blocks)
         self.do_producer(self.producer.progress(request.tid, [request.blocks], ready, self.now))
         if len(request.blocks) == self.chunks:
@@ -425,6 +430,10 @@ class HandoffWorld:
             delta = StreamDelta(1, token)
             delta.finish_reason = FinishReason.LENGTH
             self.emit("p", request, delta)
+
+    def content(self, tid: str, index: int) -> Any:
+        """Return what a block of a transfer has."""
+        return tid, index
 
     def digest(self, tid: str) -> None:
         while (found := self.producer.undigested(tid)) is not None:
@@ -477,7 +486,8 @@ class HandoffWorld:
             assert not written & {*request.blocks}, "ended under a write"
             if isinstance(outcome, Received):
                 contents = [worker.memory[block] for block in request.blocks]
-                assert contents == [(request.tid, n) for n in range(self.chunks)], "wrong KV"
+                wanted = [self.content(request.tid, n) for n in range(self.chunks)]
+                assert contents == wanted, "wrong KV"
                 assert outcome.token_ids == (FIRST_TOKEN + request.first,)
                 request.has_kv, request.made = True, 1
                 if request.state == "cancelled":
@@ -607,7 +617,7 @@ class HandoffWorld:
         for router in (0, 1):
             self.cut(worker, router, is_dead=True)
         incarnation = self.workers[worker].incarnation + 1
-        self.workers[worker] = ModelWorker(incarnation)
+        self.workers[worker] = type(self.workers[worker])(incarnation)
         if worker == "p":
             self.producer = self.new_producer()
             for link in self.links.values():
@@ -737,7 +747,7 @@ class HandoffWorld:
             assert len(self.client) == MAX_TOKENS, "tokens are missing"
         for name, worker in self.workers.items():
             assert not worker.requests, f"{name} keeps {[*worker.requests]}"
-            assert not worker.owner, f"{name} keeps blocks {worker.owner}"
+            assert not worker.in_use, f"{name} keeps blocks {worker.in_use}"
         assert len(self.producer) == 0, "the producer keeps transfers"
         assert len(self.consumer) == 0, "the consumer keeps transfers"
 
