@@ -97,7 +97,7 @@ class OneLimits(RecoveryLimits):
 
 
 LIMITS = OneLimits(QueueConfig(), RetryConfig())
-CAUSE = Unavailable("")
+CAUSE, REASON = Unavailable(""), "failed"  # of all failures, so that more states are equal
 
 
 def _limits() -> OneLimits:
@@ -467,7 +467,7 @@ class HandoffWorld:
             elif self.links[action.link].p_up:
                 item = action.message if isinstance(action, Send) else action
                 if isinstance(item, Fail):
-                    item = Fail(item.transfer_id, "")
+                    item = Fail(item.transfer_id, REASON)
                 self.links[action.link].queue.append(item)
 
     def do_consumer(self, sends: Any) -> None:
@@ -536,10 +536,14 @@ class HandoffWorld:
             return
         if place is not None:
             owners = {self.workers["d"].owner.get(block) for block in place.block_ids}
-            names = {f"{r}:{message.transfer_id}" for r in (0, 1)}
             assert len(owners) == 1, "a chunk goes to blocks of two owners"
-            assert owners < names, "a chunk goes to blocks of another"
+            names = self.owners_of(message.transfer_id)
+            assert owners <= names, "a chunk goes to blocks of another"
             link.writing = (message, place, contents)
+
+    def owners_of(self, tid: str) -> set[str | None]:
+        """Return whom the blocks of a transfer may belong to."""
+        return {f"{router}:{tid}" for router in (0, 1)}
 
     def consumer_writes(self, wire: Wire) -> None:
         link, worker = self.links[wire], self.workers["d"]
@@ -705,7 +709,7 @@ class HandoffWorld:
         self.consumer.timeouts = self.consumer.digest_mismatches = 0
         for transfer in self.consumer._transfers.values():
             if transfer.failure is not None:
-                transfer.failure = replace(transfer.failure, reason="")
+                transfer.failure = replace(transfer.failure, reason=REASON)
         for router in self.routers:
             if (recovery := router.recovery) is not None:
                 recovery.reason, recovery._cause = "", CAUSE
