@@ -30,7 +30,6 @@ DEEPER: list[tuple[tuple[str, ...], int, int, int, bool]] = [
     (("a.b", "+cd"), 2, 2, 2, True),
     (("a.b", "+c.d", "ab"), 3, 2, 1, False),
     (("a.b", "+c.d", "ab"), 3, 2, 0, True),
-    (("a.b", "c.d", "ab"), 3, 3, 1, True),
 ]
 
 
