@@ -241,7 +241,7 @@ class ImageFeaturePlane:
             block_ids, size = self._fetching.pop(transfer_id)
             reason = ""
             if isinstance(outcome, ReceiveFailed):
-                reason = outcome.reason
+                reason = outcome.reason or outcome.code  # a peer may send no reason
             elif outcome.token_ids != (size,):
                 reason = f"the features have {outcome.token_ids[0]} bytes, not {size}"
             if reason:

@@ -108,6 +108,17 @@ def test_a_fetch_ends_if_no_features_will_follow(planes: Planes) -> None:
     assert failed.reason
 
 
+def test_a_fetch_that_fails_without_a_reason_has_not_arrived(clean: None) -> None:
+    planes = Planes()
+    assert planes.prefill.fetch(planes.source("a"), 0, 10)
+    planes.prefill.cancel("a/0", "")  # as with a producer's Fail that has none
+    (failed,) = planes.ended()
+    assert failed.reason
+    planes.assert_nothing_left()
+    planes.encode.close()
+    planes.prefill.close()
+
+
 def test_a_full_pool_refuses_and_frees_what_has_ended(planes: Planes) -> None:
     half = BLOCKS * BLOCK_BYTES // ROW // 2
     assert not planes.prefill.fetch(planes.source("a"), 0, 3 * half)
