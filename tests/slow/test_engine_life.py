@@ -91,7 +91,11 @@ async def test_a_rank_that_dies_fails_the_engine(tiny_model: Path) -> None:
     ranks = children(engine.pid)
     stream = engine.submit(PROMPT, ENDLESS)
     await engine.until(lambda: bool(engine.answer(stream).token_ids))
-    max(ranks, key=lambda rank: rank.pid).kill()
+    rank = max(ranks, key=lambda rank: rank.pid)
+    # No step ends any more, so the answer cannot end before the rank does.
+    rank.suspend()
+    stream = engine.submit(PROMPT, ENDLESS)
+    rank.kill()
     await engine.until(lambda: engine.failure is not None)
     answer = await engine.collect(stream)
     assert answer.finish_reason is FinishReason.ERROR
