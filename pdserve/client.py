@@ -182,9 +182,8 @@ class Client:
         `tools` require a conversation. `tool_name` forces a call of that tool.
         `parallel_tool_calls=False` allows at most one call. `include_reasoning=False` omits
         reasoning from the answer. `enable_thinking` turns reasoning on or off if the chat template
-        supports it. For each of these, None selects the service's default. `inference_geo`: the
-        region where the data of the request may be. `stale_kv`: `recompute` or `abort`, if the
-        model's weights change.
+        supports it. For each of these, None selects the service's default. `inference_geo`: region
+        where the request's data may be. `stale_kv`: `recompute` or `abort`, if weights change.
         """
         if max_tokens is not None:
             sampling = replace(sampling or SamplingParams(), max_tokens=max_tokens)

@@ -197,7 +197,7 @@ def _build_answering(
     return generating, embedding
 
 
-class _Kept(NamedTuple):
+class _LastingParts(NamedTuple):
     """Parts that remember something between requests."""
 
     models: ServedModels
@@ -214,11 +214,11 @@ def _build_kept(
     adapters: Mapping[str, Adapter],
     peers: RegionPeers,
     limits: PathLimits,
-) -> _Kept:
+) -> _LastingParts:
     on_demand = None
     if names := config.on_demand_models:
         on_demand = OnDemandModels(names, fleet, adapters, config.queue)
-    return _Kept(
+    return _LastingParts(
         ServedModels(fleet, adapters, on_demand, peers),
         on_demand,
         make_log(limits.records_kept),
@@ -250,7 +250,7 @@ class _OptionalSteps(NamedTuple):
 def _build_steps(
     workers: OpenedFleet,
     placing: _Placing,
-    kept: _Kept,
+    kept: _LastingParts,
     regions: _Regions,
     optional: _OptionalSteps,
     poison: PoisonStep,

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 SAME, DIFFERENT, FAILS, UNDECIDED = "same", "different", "fails", "undecided"
 EXIT_CODES = {SAME: 0, DIFFERENT: 3, FAILS: 4, UNDECIDED: 5}
 _PATH = "/inference/v1/generate"
-# In nats: see pdserve/cli/verify/compare.py, which has the same rule for texts.
-_TIE, _TOP = 0.25, 20
+_TOP_LOGPROBS = 20
 _CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -93,7 +92,7 @@ class Repeated(Struct, kw_only=True):
     sampled_by: str = ""
 
 
-class Verdict(Struct, kw_only=True):
+class ReplayVerdict(Struct, kw_only=True):
     """`compared_with`: the "expected" or the "sent" answer. `tokens`: how many could be compared.
     `worker`: that the evidence points to, "" for none. `points_to`: what it says, the most likely
     first."""
@@ -135,7 +134,7 @@ async def _run(args: argparse.Namespace) -> int:
     return EXIT_CODES[verdict.result]
 
 
-async def _replayed(args: argparse.Namespace, capsule: Capsule) -> Verdict:
+async def _replayed(args: argparse.Namespace, capsule: Capsule) -> ReplayVerdict:
     import aiohttp
 
     if why := not_repeatable(capsule):
@@ -195,12 +194,14 @@ async def _is_tie(
     http: aiohttp.ClientSession, url: str, body: dict[str, Any], capsule: Capsule, found: Repeated
 ) -> bool:
     """Return True if, after the same tokens, the service gives the token that it sampled and the
-    one that it should have sampled logprobs within _TIE. Only greedy answers have such ties."""
+    one that it should have sampled logprobs within TIE. Only greedy answers have such ties."""
+    from pdserve.cli.verify.compare import TIE
+
     difference = found.difference
     if capsule.sampling["temperature"] or difference is None or capsule.prompt is None:
         return False
     want = _want(next(x for x in capsule.answers if x.index == difference.index))
-    one = {"max_tokens": 1, "min_tokens": 0, "n": 1, "logprobs": _TOP}
+    one = {"max_tokens": 1, "min_tokens": 0, "n": 1, "logprobs": _TOP_LOGPROBS}
     asked = {**body, "sampling_params": {**body["sampling_params"], **one}}
     asked["token_ids"] = [*capsule.prompt, *want[: difference.token]]
     try:
@@ -208,7 +209,7 @@ async def _is_tie(
             choice = json.loads(await response.read())["choices"][0]
         (position,) = choice["logprobs"]["content"]
         scores = {x["token_id"]: x["logprob"] for x in (position, *position["top_logprobs"])}
-        return bool(abs(scores[difference.got] - scores[difference.want]) <= _TIE)
+        return bool(abs(scores[difference.got] - scores[difference.want]) <= TIE)
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return False  # without logprobs of both nothing excuses the difference
 
@@ -286,12 +287,14 @@ def compared(
     )
 
 
-def verdict_of(capsule: Capsule, replays: list[Repeated], why_not: Sequence[str] = ()) -> Verdict:
+def verdict_of(
+    capsule: Capsule, replays: list[Repeated], why_not: Sequence[str] = ()
+) -> ReplayVerdict:
     """Return what all replays together say. One difference is enough: the service gave a wrong
     token."""
     results = {x.result for x in replays}
     order = (DIFFERENT, FAILS, UNDECIDED, SAME)
-    verdict = Verdict(
+    verdict = ReplayVerdict(
         result=next((x for x in order if x in results), UNDECIDED),
         request_id=capsule.header.request_id,
         compared_with="sent" if all(x.expected is None for x in capsule.answers) else "expected",
@@ -384,7 +387,7 @@ def _of_incident(capsule: Capsule) -> tuple[str, list[str]]:
     return first, found
 
 
-def show(verdict: Verdict) -> None:
+def show(verdict: ReplayVerdict) -> None:
     """Print a verdict."""
     what = f"{verdict.tokens} {verdict.compared_with} tokens"
     text = f"{verdict.result}: request {printable(verdict.request_id)}, {what}"

@@ -63,7 +63,7 @@ class WeightFiles(NamedTuple):
     deltas: tuple[str, ...] = ()
 
 
-class Delta(NamedTuple):
+class WeightDelta(NamedTuple):
     """One difference, whose header has been read. `base`: directory; `digest`: that of the base."""
 
     file: Path
@@ -129,7 +129,7 @@ def find_files(
     return WeightFiles(str(directory), tuple(reversed(deltas)))
 
 
-def read_delta(directory: Path, *, field: str) -> Delta:
+def read_delta(directory: Path, *, field: str) -> WeightDelta:
     """Read the header of a difference. Raises InvalidRequest, naming `field`."""
     file = directory / FILE
     try:
@@ -140,7 +140,7 @@ def read_delta(directory: Path, *, field: str) -> Delta:
         if metadata.get("format") != _FORMAT or not metadata.get("base"):
             raise ValueError(f"its metadata must have format={_FORMAT} and a base")
         base = Path(os.path.normpath(directory / metadata["base"]))
-        delta = Delta(
+        delta = WeightDelta(
             file, base, metadata.get("digest", ""), metadata.get("result", ""), found.tensors
         )
         _check_parts(delta)
@@ -170,7 +170,7 @@ def read_weights(files: WeightFiles, *, field: str) -> Checkpoint:
     return Checkpoint(found.tensors, result[:DIGITS])
 
 
-def read_deltas(files: WeightFiles, *, field: str) -> list[Delta]:
+def read_deltas(files: WeightFiles, *, field: str) -> list[WeightDelta]:
     """Read the headers of the differences. Raises InvalidRequest, naming `field`."""
     return [read_delta(Path(directory), field=field) for directory in files.deltas]
 
@@ -241,7 +241,7 @@ class _SparseHeader:
             self._end = end
 
 
-def _check_parts(delta: Delta) -> None:
+def _check_parts(delta: WeightDelta) -> None:
     """Raise ValueError unless each changed tensor has indices and as many values."""
     for key in delta.tensors:
         name = key.removesuffix(_VALUES if key.endswith(_VALUES) else _INDICES)
@@ -255,7 +255,7 @@ def _check_parts(delta: Delta) -> None:
             raise ValueError(f"indices of {name} have {indices.size} bytes")
 
 
-def _check_base(delta: Delta, base: Checkpoint, digest: str) -> None:
+def _check_base(delta: WeightDelta, base: Checkpoint, digest: str) -> None:
     """Raise ValueError unless `base`, of that digest, is what the difference was made for."""
     if delta.digest != digest:
         text = f"its base {delta.base} has the digest {digest[:DIGITS]}"
@@ -267,7 +267,7 @@ def _check_base(delta: Delta, base: Checkpoint, digest: str) -> None:
             raise ValueError(f"{delta.file}: {name} is {values.dtype}, and {of} in its base")
 
 
-def _hash_tensors(tensors: Mapping[str, StoredTensor], deltas: Sequence[Delta]) -> str:
+def _hash_tensors(tensors: Mapping[str, StoredTensor], deltas: Sequence[WeightDelta]) -> str:
     """Return the digest of name, type, shape and data of all tensors in order of their names.
     Independent of the files in which they are."""
     digest = hashlib.sha256()
@@ -278,7 +278,7 @@ def _hash_tensors(tensors: Mapping[str, StoredTensor], deltas: Sequence[Delta]) 
     return digest.hexdigest()
 
 
-def _patched(name: str, tensor: StoredTensor, deltas: Sequence[Delta]) -> Bits:
+def _patched(name: str, tensor: StoredTensor, deltas: Sequence[WeightDelta]) -> Bits:
     flat = _values(tensor, _item_size(name, tensor))
     for delta in deltas:
         delta.apply(name, flat)

@@ -95,7 +95,7 @@ class OpenLinks:
 
 
 @dataclass(slots=True)
-class Reported:
+class ReportedToRouter:
     """What a router knows of this worker: the load sent last, and when step costs were. It gets
     each change of the prefix cache if it `watches_cache`."""
 
@@ -124,7 +124,7 @@ class RouterLink(asyncio.Protocol):
         self.router_id = ""
         self.first_stream_id = 0  # once connected
         self.streams: set[int] = set()  # by the engine's ids
-        self.reported = Reported()
+        self.reported = ReportedToRouter()
         self._instance_id = instance_id
         self._commands = commands
         self._links = links

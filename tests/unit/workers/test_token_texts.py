@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.vllm.parsing.token_texts import HeldTokens, TokenPlaces
+from workers.vllm.parsing.token_texts import TokenPlaces, UnreleasedTokens
 
 
 class Letters:
@@ -16,9 +16,9 @@ class Letters:
         self.output_text += "".join(map(chr, token_ids))
 
 
-def held() -> HeldTokens:
+def held() -> UnreleasedTokens:
     detokenizer: Any = Letters()
-    return HeldTokens(detokenizer)
+    return UnreleasedTokens(detokenizer)
 
 
 def test_a_token_is_taken_once_its_whole_text_is_released() -> None:

@@ -18,7 +18,7 @@ from vllm.renderers.chat_utils import make_tool_call_id
 
 from pdserve.v1 import parser_pb2 as p
 from workers.vllm.parsing.parser_run import ParserRun
-from workers.vllm.parsing.token_texts import HeldTokens, TokenPlaces
+from workers.vllm.parsing.token_texts import TokenPlaces, UnreleasedTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ class AnswerParts:
         is_stream: bool,
     ) -> None:
         self._parser = ParserRun(make_parser, request, prompt)
-        self._held = HeldTokens(detokenizer)
+        self._held = UnreleasedTokens(detokenizer)
         self._places = TokenPlaces()
         self._token_ids: list[int] = []
         self._text = ""

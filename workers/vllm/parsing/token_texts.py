@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 
-class HeldTokens:
+class UnreleasedTokens:
     """Tokens whose text the engine has not released yet. State: these tokens with their texts, and
     released text of theirs."""
 
