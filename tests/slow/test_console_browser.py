@@ -162,9 +162,22 @@ async def test_a_request_whose_client_left_is_aborted_and_no_failure(
     service: dict[str, Any], page: Page
 ) -> None:
     async with openai.AsyncOpenAI(base_url=f"{service['http']}/v1", api_key=KEY) as client:
-        chat: Any = {"model": ATTACK, "messages": [{"role": "user", "content": "hi"}]}
-        stream = await client.chat.completions.create(**chat, stream=True, max_tokens=400)
-        await anext(aiter(stream))
+        messages: Any = [{"role": "user", "content": "hi"}]
+        stream = await client.chat.completions.create(
+            model=ATTACK,
+            messages=messages,
+            stream=True,
+            max_tokens=4000,  # the answer cannot end before the client leaves
+            extra_body={"ignore_eos": True},
+        )
+        # Prefill sends the first token, maybe before a decode worker is chosen. The third comes
+        # from one.
+        texts = 0
+        async for chunk in stream:
+            texts += bool(chunk.choices and chunk.choices[0].delta.content)
+            if texts == 3:
+                break
+        assert texts == 3
         await stream.close()
     await opened(page, "requests")
     await page.get_by_label("Outcome").select_option("aborted")
