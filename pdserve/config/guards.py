@@ -49,7 +49,18 @@ class GuardConfig(Section, frozen=True):
     ext_proc: Annotated[
         str,
         about("""Address (`host:port`) of a gRPC service in the form of Envoy's external processing
-        (`envoy.service.ext_proc.v3.ExternalProcessor`), without TLS."""),
+        (`envoy.service.ext_proc.v3.ExternalProcessor`), without TLS unless `ca_file` is set."""),
+    ] = ""
+    ca_file: Annotated[
+        str,
+        about("""PEM file of the CAs of a service's certificate. `ext_proc` is then called over
+        TLS. Empty: for `https` the CAs of the system."""),
+    ] = ""
+    region: Annotated[
+        str,
+        about("""Region of `router.residency.regions` where a service runs. Texts of requests that
+        may not be there are not sent, and count as not checked (`on_failure`). Empty: where the
+        router is."""),
     ] = ""
     classifier: GuardClassifierConfig = GuardClassifierConfig()
     verdict: Annotated[
@@ -104,6 +115,10 @@ class GuardConfig(Section, frozen=True):
             refuse("name", "needs one of patterns or words, url, ext_proc and classifier.model")
         if self.ext_proc and not is_address(self.ext_proc):
             refuse("ext_proc", f"must be host:port, not {self.ext_proc!r}")
+        if self.ca_file and not (self.ext_proc or self.url.startswith("https:")):
+            refuse("ca_file", "needs ext_proc, or a url that begins with https")
+        if self.region and not (self.ext_proc or self.url):
+            refuse("region", "needs url or ext_proc: other guards run in the router or its workers")
         if self.classifier.model and not self.classifier.flagged:
             refuse("classifier.flagged", "needs an example")
         if not self.places:

@@ -602,6 +602,11 @@ class RouterConfig(Section, frozen=True):
         for i, guard in enumerate(self.guards):
             if wrong := [x for x in guard.tenants if x not in tenants]:
                 refuse(f"guards[{i}].tenants", f"{wrong[0]!r} is not one of the tenants")
+            regions = self.residency.regions
+            if guard.region and guard.region not in regions:
+                known = ", ".join(regions) or "none"
+                text = f"{guard.region!r} is not one of residency.regions: {known}"
+                refuse(f"guards[{i}].region", text)
 
     @property
     def has_console(self) -> bool:

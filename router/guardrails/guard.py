@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from pdserve.errors import ContentFiltered, PdserveError, Refusal, Unavailable
 from router.placement.decisions import RecentRequests
+from router.placement.values import may_hold
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -151,6 +152,7 @@ class Guardrail:
         """Return the verdict. Raises Unavailable if the guard fails closed."""
         began = time.monotonic()
         try:
+            self._check_region(subject)
             async with asyncio.timeout(None if self.built_in else self.config.timeout_s):
                 async with self._turns:
                     checked = await self._checker.check(subject, pieces)
@@ -165,6 +167,12 @@ class Guardrail:
             raise Unavailable(text, reason=Refusal.GUARD_FAILED, retry_after_s=1.0) from None
         self.note(subject, checked.verdict, time.monotonic() - began, checked.reason)
         return checked
+
+    def _check_region(self, subject: Subject) -> None:
+        """Raise GuardCheckFailed if the texts may not be where the service is."""
+        region = self.config.region
+        if region and not may_hold(subject.regions, {"region": region}):
+            raise GuardCheckFailed(f"it is in {region!r}, where data of the request may not be")
 
 
 class NotedVerdict(Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -43,14 +44,16 @@ async def open_guards(
     tokenizer: Callable[[ModelInfo], Awaitable[Tokenizer]],
 ) -> AsyncIterator[GuardsOf]:
     """Open what guards need for the context. `models`, `tokenizer`: of classifiers. Raises
-    ConfigError with the key of a file of words that cannot be used."""
+    ConfigError with the key of a file that cannot be used."""
     async with AsyncExitStack() as stack:
         checkers: list[Checker | None] = []
         for i, each in enumerate(config.guards):
+            tls = _tls(each.ca_file, f"guards[{i}].ca_file")
             if each.url:
-                checkers.append(HttpService(each.url, await _session(stack)))
+                session = await _session(stack, True if tls is None else tls.context)
+                checkers.append(HttpService(each.url, session))
             elif each.ext_proc:
-                channel = rpc.open_channel(each.ext_proc)
+                channel = _dialer(tls).open_channel(each.ext_proc)
                 checkers.append(ExtProcService(await stack.enter_async_context(channel)))
             elif each.classifier.model:
                 checkers.append(None)
@@ -70,10 +73,26 @@ async def open_guards(
         yield guards_of
 
 
-async def _session(stack: AsyncExitStack) -> aiohttp.ClientSession:
+def _tls(ca_file: str, key: str) -> rpc.LoadedTls | None:
+    """Return what verifies the certificate of a service, None without a file."""
+    if not ca_file:
+        return None
+    try:
+        ca = Path(ca_file).read_bytes()
+        context = ssl.create_default_context(cadata=ca.decode())
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        refuse(key, f"cannot be used: {error}")
+    return rpc.LoadedTls(context, ca, b"", b"", {})
+
+
+def _dialer(tls: rpc.LoadedTls | None) -> rpc.Dialer:
+    return rpc.PLAIN if tls is None else rpc.Dialer(lambda: tls)
+
+
+async def _session(stack: AsyncExitStack, tls: ssl.SSLContext | bool) -> aiohttp.ClientSession:
     # Guardrail.check limits time and calls.
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls),
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
         auto_decompress=False,

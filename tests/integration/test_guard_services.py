@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -15,18 +17,21 @@ from aiohttp import web
 from msgspec import convert
 
 from pdserve.config import GuardConfig
-from pdserve.errors import Unavailable
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.types import FinishReason, SamplingParams
 from pdserve.v1 import ext_proc_pb2 as p
 from router.guardrails.guard import GuardedText, GuardPlace, Guards, GuardVerdict, Subject
 from router.guardrails.open import open_guards
 from router.guardrails.services import PROCESS
 from tests.support.cluster import Cluster
+from tests.support.pki import Ca
 from tests.support.timeouts import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
+
+    from pdserve.types import Regions
+    from tests.support.pki import CertificateFiles
 
 PROMPT = [20, 21, 22]
 SAMPLING = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -106,15 +111,19 @@ class Service:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Service]:
-    service = Service()
+async def serving(tls: CertificateFiles | None = None) -> AsyncIterator[Service]:
+    service, context = Service(), None
+    if tls is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(tls.cert, tls.key)
     app = web.Application()
     app.router.add_post("/check", service.over_http)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
     await site.start()
-    service.url = f"http://127.0.0.1:{runner.addresses[0][1]}/check"
+    scheme = "http" if tls is None else "https"
+    service.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}/check"
     server = grpc.aio.server()
     name, _, method = PROCESS.removeprefix("/").partition("/")
     handler = grpc.stream_stream_rpc_method_handler(
@@ -123,7 +132,12 @@ async def serving() -> AsyncIterator[Service]:
         response_serializer=p.ProcessingResponse.SerializeToString,
     )
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {method: handler})])
-    service.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    if tls is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        files = Path(tls.key).read_bytes(), Path(tls.cert).read_bytes()
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([files]))
+    service.address = f"127.0.0.1:{port}"
     await server.start()
     try:
         yield service
@@ -151,10 +165,10 @@ PIECES = [GuardedText("user", "one"), GuardedText("tool", "two")]
 
 
 async def check(
-    guards: Guards, place: GuardPlace = GuardPlace.PROMPT
+    guards: Guards, place: GuardPlace = GuardPlace.PROMPT, regions: Regions = None
 ) -> tuple[GuardVerdict, list[str]]:
     (one,) = guards.of(place, "acme", {"m"})
-    checked = await one.check(Subject(place, "r", "acme", "m"), PIECES)
+    checked = await one.check(Subject(place, "r", "acme", "m", regions), PIECES)
     return checked.verdict, list(checked.texts)
 
 
@@ -205,6 +219,34 @@ async def test_an_external_processor_decides(delays_headers: bool) -> None:
         service.say = lambda text: ("broken", text)
         with pytest.raises(Unavailable):
             await check(guards)
+
+
+@pytest.mark.parametrize("kind", ["url", "ext_proc"])
+async def test_the_certificate_of_a_service_is_verified(kind: str, tmp_path: Path) -> None:
+    ca, other = Ca(tmp_path, "ca"), Ca(tmp_path, "other")
+    async with serving(ca.issue("guard")) as service:
+        at = {kind: service.url if kind == "url" else service.address}
+        async with guard(**at, ca_file=ca.path, timeout_s=30.0) as guards:
+            assert await check(guards) == (GuardVerdict.PASS, [])
+        async with guard(**at, ca_file=other.path, timeout_s=30.0) as guards:
+            with pytest.raises(Unavailable):
+                await check(guards)
+        assert len(service.bodies) == 1
+    with pytest.raises(ConfigError, match=r"guards\[0\]\.ca_file"):
+        async with guard(**at, ca_file=str(tmp_path / "none.pem")):
+            raise AssertionError
+
+
+async def test_texts_are_not_sent_to_a_service_in_a_region_where_they_may_not_be() -> None:
+    async with serving() as service:
+        async with guard(url=service.url, region="us") as guards:
+            for regions in (None, frozenset({"eu", "us"})):
+                assert await check(guards, regions=regions) == (GuardVerdict.PASS, [])
+            with pytest.raises(Unavailable):
+                await check(guards, regions=frozenset({"eu"}))
+        async with guard(url=service.url, region="us", on_failure="open") as guards:
+            assert await check(guards, regions=frozenset({"eu"})) == (GuardVerdict.PASS, [])
+        assert len(service.bodies) == 2
 
 
 async def test_a_file_of_words_is_read_at_the_start(tmp_path: Path) -> None:

@@ -413,6 +413,10 @@ def test_a_guard_watches_what_its_configuration_names() -> None:
         ({"classifier": {"model": "m"}}, "classifier.flagged", "needs an example"),
         ({"ext_proc": "nowhere"}, "ext_proc", "host:port"),
         ({"words": ["x"], "tenants": ["a"]}, "tenants", "'a' is not one of the tenants"),
+        ({"words": ["x"], "ca_file": "ca.pem"}, "ca_file", "needs ext_proc"),
+        ({"url": "http://x", "ca_file": "ca.pem"}, "ca_file", "https"),
+        ({"words": ["x"], "region": "eu"}, "region", "needs url"),
+        ({"url": "http://x", "region": "eu"}, "region", "not one of residency.regions"),
     ],
 )
 def test_a_guard_that_cannot_work_is_refused_by_key(
