@@ -151,6 +151,12 @@ class PagePart:
     def target_layers(self) -> range:
         return range(self.target_layer, self.target_layer + self.layers)
 
+    def at_source(self) -> PagePart:
+        """Return the part without its place at the consumer."""
+        return PagePart(
+            self.group, self.source_start, 0, self.size, self.source_layer, 0, self.layers
+        )
+
 
 def compatibility(layout: Mapping[str, str]) -> str:
     """Return a key that is equal on all workers that can exchange KV. `layout` holds everything

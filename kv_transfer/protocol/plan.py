@@ -211,12 +211,10 @@ def _offset_in(held: range, wanted: Sequence[int], name: str) -> int:
     return first - held.start
 
 
-@lru_cache(maxsize=1024)
 def _route(
     plan: CopyPlan, producer: Ranks, spread: int
 ) -> tuple[tuple[Read, ...], tuple[int, ...]]:
-    """Return the results of (`plan.reads`, `plan.declines`). Cached, because every transfer needs
-    them before it sends anything."""
+    """Return the results of (`plan.reads`, `plan.declines`)."""
     shards = tuple(replace(shard, rank=0, stage=0) for shard in plan.shards)
     of_ranks = _plan(shards, producer, spread)
     read = {each.producer_rank for reads in of_ranks for each in reads}

@@ -18,7 +18,7 @@ one producer rank, each over its own link. If one of them gives up, the transfer
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
 from kv_transfer.cache.host_memory import DIGEST_BYTES, checked_blocks
@@ -395,8 +395,8 @@ class Producer(Generic[LinkT]):
         except KvTransferError as error:
             self.refused_subscriptions += 1
             return self._close(transfer, str(error))
-        # Drop the consumer's offsets, so that equal parts of different consumers share digests.
-        reader.parts = tuple(replace(part, target_start=0, target_layer=0) for part in parts)
+        # So equal parts of different consumers share digests.
+        reader.parts = tuple(part.at_source() for part in parts)
         return [*self._pump(transfer, now), *self._digest(transfer_id)]
 
     def nack(self, link: LinkT, transfer_id: str, first: int, now: float) -> list[Action[LinkT]]:

@@ -7,6 +7,7 @@ then the copy's link is closed, which ends the copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kv_transfer.protocol.consumer import Received
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.peers import Peers
-    from kv_transfer.protocol.plan import CopyPlan
+    from kv_transfer.protocol.plan import CopyPlan, Read
     from kv_transfer.protocol.producer import Action
     from kv_transfer.vllm.step import ConsumerDeclined, ConsumerStart, StepMetadata
 
@@ -58,6 +59,8 @@ class WorkerHalf:
         self._steps: list[_EnqueuedStep] = []  # oldest first; guarded by the driver's lock
         self._to_watch: SimpleQueue[_EnqueuedStep | None] = SimpleQueue()
         self._watcher: threading.Thread | None = None
+        # Every load asks for the route to its producer before it sends anything.
+        self._route = lru_cache(maxsize=1024)(self._find_route)
 
     def before_step(self, metadata: StepMetadata) -> None:
         """Apply a step's metadata before the forward pass, so that messages do not wait for it and
@@ -195,10 +198,10 @@ class WorkerHalf:
     def _subscribe(self, start: ConsumerStart, now: float) -> Iterator[Action[Link]]:
         """Subscribe at each producer rank from which this rank reads."""
         plan, addresses = self._plan, start.producer_addresses
-        names = self.peers.instance_id, start.producer_instance_id
         try:
-            ranks = plan.ranks_of(len(addresses), start.producer_stage_layers)
-            reads = plan.reads(ranks, names)
+            reads, declines = self._route(
+                start.producer_instance_id, len(addresses), start.producer_stage_layers
+            )
         except UnsupportedLayout as error:
             self.driver.consumer.refuse(start.request_id, str(error))
             return
@@ -224,7 +227,15 @@ class WorkerHalf:
             for read in reads
         ]
         yield from self.driver.consumer.subscribe(start.request_id, subscriptions, now)
-        yield from self._decline(start, plan.declines(ranks, names))
+        yield from self._decline(start, declines)
+
+    def _find_route(
+        self, producer_id: str, num_ranks: int, stage_layers: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[Read, ...], tuple[int, ...]]:
+        """Return (reads, declines) of this rank at a producer. Raises UnsupportedLayout."""
+        ranks = self._plan.ranks_of(num_ranks, stage_layers)
+        names = self.peers.instance_id, producer_id
+        return self._plan.reads(ranks, names), self._plan.declines(ranks, names)
 
     def _decline(
         self, of: ConsumerStart | ConsumerDeclined, ranks: Iterable[int]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.cache import host_memory as memory
+from kv_transfer.cache.geometry import KvGeometry
 from kv_transfer.cache.host_memory import KvRegion, PeerMemory, SharedMemory
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from tests.support.kv_caches import HostCache, geometry
@@ -20,7 +23,6 @@ from tests.support.kv_caches import HostCache, geometry
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kv_transfer.cache.geometry import KvGeometry
 
 BLOCKS = 24
 
@@ -140,6 +142,23 @@ def test_a_peer_reads_what_the_owner_writes_and_cannot_write(shared: HostCache) 
     assert any(line.split()[1].startswith("r--") for line in maps if "test-kv" in line)
     peer.close()
     peer.close()
+
+
+def test_pages_of_a_peer_are_mapped_ahead_and_its_empty_ones_stay_empty() -> None:
+    made, page = SharedMemory("test-kv-ahead"), mmap.PAGESIZE
+    made.grow(64 * page)
+    os.pwrite(made.fd, b"x" * page, 40 * page)
+    used = os.fstat(made.fd).st_blocks
+    peer = PeerMemory(made.fd, made.size, {0: KvGeometry(1, 64, page, page, page)})
+    for thread in threading.enumerate():
+        if thread.name == "kv-map":
+            thread.join()
+    smaps = Path("/proc/self/smaps").read_text(encoding="ascii")
+    (mapping,) = re.findall(r"test-kv-ahead.*?VmFlags", smaps, re.DOTALL)
+    assert f"{page >> 10} kB" in re.findall(r"Rss: +(.*)", mapping)
+    assert os.fstat(made.fd).st_blocks == used
+    peer.close()
+    made.close()
 
 
 def test_only_sealed_memory_of_the_right_size_is_mapped(shared: HostCache, tmp_path: Any) -> None:
