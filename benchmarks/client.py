@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import urlsplit
 
 import aiohttp
+from msgspec import to_builtins
 
 from benchmarks.errors import BenchError, TargetError
 from pdserve.client import Client
@@ -299,7 +300,7 @@ class GrpcTarget(Target):
 def piece_of(delta: Delta | AnswerDelta) -> Piece:
     receipt, usage = None, delta.usage
     if delta.receipt is not None:
-        receipt = asdict(delta.receipt)
+        receipt = to_builtins(delta.receipt)
         receipt["fallbacks"] = list(receipt["fallbacks"])  # equal to a receipt read from JSON
     return Piece(
         index=delta.index,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, ne
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, structs
@@ -101,7 +102,9 @@ class SamplingParams:
     routed_experts: bool = False
 
     def __post_init__(self) -> None:
-        for value, (name, low, high) in zip(_RANGED(self), RANGES, strict=True):
+        values = _RANGED(self)
+        is_set = map(ne, values, _RANGED_DEFAULTS)  # few are, in most requests
+        for value, (name, low, high) in compress(zip(values, RANGES, strict=True), is_set):
             # A NaN fails both comparisons.
             if value is not None and not low <= value <= high:
                 _refuse(name, f"must be between {low:g} and {high:g}, not {value}")
@@ -167,10 +170,11 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 _RANGED = attrgetter(*(name for name, _, _ in RANGES))
+_DEFAULTS = {x.name: x.default for x in fields(SamplingParams)}
+_RANGED_DEFAULTS = tuple(_DEFAULTS[name] for name, _, _ in RANGES)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True):
     """One token at one position. `rank` 1 is the most likely token. Rank 0 marks the first prompt
     token, which has no logprob."""
 
@@ -180,8 +184,7 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
+class PositionLogprobs(Struct, frozen=True):
     """The sampled token or prompt token, and the requested alternatives, best first."""
 
     sampled: TokenLogprob
@@ -199,8 +202,7 @@ class RoutedExperts:
     ids: bytes = field(default=b"", repr=False)
 
 
-@dataclass(slots=True)
-class TransferReport:
+class TransferReport(Struct):
     """A finished KV transfer. `transfer_s`: time during which bytes were moved. `exposed_s`: the
     part of it after prefill ended. `digest_mismatches`: chunks that were sent again."""
 
@@ -223,8 +225,7 @@ class TransferReport:
         )
 
 
-@dataclass(slots=True)
-class PhaseReport:
+class PhaseReport(Struct):
     """The cost of a request on one worker. `prefill_busy_s` and `decode_busy_s` are its shares of
     the engine's steps, `energy_j` of their energy; None if energy is not measured. `encode_s`: time
     for its images on an encode worker. `wanted_images`: images whose embeddings a prefill worker
@@ -243,8 +244,7 @@ class PhaseReport:
     wanted_images: int = 0
 
 
-@dataclass(slots=True)
-class StreamDelta:
+class StreamDelta(Struct):
     """The output of one engine step for one request. `prompt_logprobs`, if requested, are in the
     first delta of a prefill. The last delta has a finish reason and a report. That of an exported
     stream also has the number of output tokens (`exported_tokens`). A pooling request has a single
@@ -262,12 +262,11 @@ class StreamDelta:
     error: ErrorInfo | None = None
     exported_tokens: int = 0
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
-    embedding: bytes = field(default=b"", repr=False)
+    embedding: bytes = b""
     routed_experts: RoutedExperts | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(Struct, frozen=True):
     """A piece of a tool call. The first delta of a call has its id and name. The `arguments` of all
     deltas together are one JSON text."""
 
@@ -277,8 +276,7 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(slots=True)
-class Usage:
+class Usage(Struct):
     """Token counts as defined by the OpenAI API."""
 
     prompt_tokens: int
@@ -288,8 +286,7 @@ class Usage:
     inference_geo: str = ""  # the regions of the receipt as one word
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSpan:
+class TokenSpan(Struct, frozen=True):
     """The tokens of an answer from `start` to before `end` were sampled by `worker` with the
     weights `version`. `answer`: its index among the answers of the request."""
 
@@ -300,8 +297,7 @@ class TokenSpan:
     answer: int = 0
 
 
-@dataclass(slots=True)
-class ModelChoice:
+class ModelChoice(Struct, frozen=True):
     """The model that a virtual model chose, by the rule with this name. `skipped`: the rules before
     it, and models that failed, with the reasons. `discarded_model`: its answer was held back and
     did not pass; `discarded_cost` is predicted if that answer was stopped."""
@@ -317,8 +313,7 @@ class ModelChoice:
     discarded_cost_is_predicted: bool = False
 
 
-@dataclass(slots=True)
-class Receipt:
+class Receipt(Struct):
     """The cost of one request by phase, and the workers that ran it. `predicted_ttft_s`: predicted
     time from placement to the first token, 0 if unknown. `cost`: in the unit of router.prices, None
     if a worker has no price. `energy_j`: None if a worker measures no energy. `images`: number of

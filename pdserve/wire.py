@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, ne
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from google.protobuf.json_format import MessageToDict
@@ -119,10 +120,11 @@ def _codec(
     optional: tuple[str, ...] = (),
     **fields: tuple[Callable[[Any], Any], Callable[[Any], Any]],
 ) -> tuple[Callable[[T], M], Callable[[M], T]]:
-    """Return the functions that convert a dataclass to and from a message with the same fields.
+    """Return the functions that convert a dataclass or Struct to and from a message with the same
+    fields.
     `fields` has the (write, read) converters of fields that are not simply copied. Fields in
     `optional` are None if the message lacks them."""
-    names: tuple[str, ...] = cls.__slots__  # type: ignore[attr-defined]
+    names: tuple[str, ...] = cls.__match_args__  # type: ignore[attr-defined]
     values_of = attrgetter(*names)
 
     def write(value: T) -> M:
@@ -436,8 +438,9 @@ _SAMPLING_FROM_PB: dict[str, Callable[[Any], Any]] = {
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
     """Return the message of `params` without default values, because most requests set few
     fields."""
-    values = zip(_SAMPLING, _sampling_of(params), _DEFAULTS, strict=True)
-    given: dict[str, Any] = {name: value for name, value, default in values if value != default}
+    values = _sampling_of(params)
+    is_set = map(ne, values, _DEFAULTS)
+    given: dict[str, Any] = dict(compress(zip(_SAMPLING, values, strict=True), is_set))
     if params.structured_output is not None:
         given["structured_output"] = structured_to_pb(params.structured_output)
     given["max_tokens"] = params.max_tokens

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from pdserve import wire
 from pdserve.errors import (
@@ -243,7 +245,8 @@ class WorkerService:
                 continue
             if delta.finish_reason is not None:
                 self._settle(stream, delta)
-            frame.deltas.append(wire.delta_to_pb(replace(delta, stream_id=stream.router_stream_id)))
+            own = structs.replace(delta, stream_id=stream.router_stream_id)
+            frame.deltas.append(wire.delta_to_pb(own))
             if delta.finish_reason is not None:
                 if stream.is_prefill or delta.exported_tokens:
                     self._held.append(delta.stream_id)

@@ -7,8 +7,9 @@ import contextlib
 import json
 import sys
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
+
+from msgspec import to_builtins
 
 from pdserve.cli.options import (
     add_command,
@@ -112,7 +113,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = text if args.raw else [ChatMessage("user", text)]
     answer = asyncio.run(_ask(args, prompt, show=not args.json))
     if args.json:
-        sys.stdout.write(json.dumps(answer, indent=2, default=asdict) + "\n")
+        sys.stdout.write(json.dumps(answer, indent=2, default=to_builtins) + "\n")
     elif args.receipt and answer["receipt"]:
         sys.stderr.write(_receipt_line(answer["receipt"]) + "\n")
     return 0

@@ -23,6 +23,8 @@ from itertools import count, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from pdserve.errors import Refusal, Unavailable
 from pdserve.types import ServiceClass
 
@@ -60,8 +62,7 @@ class NoAdapterSlot(NoRoom):
     """All adapter slots (max_loras) of the workers run other LoRA adapters."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Entry:
+class Entry(Struct, eq=False, kw_only=True):
     """A request from its arrival until its slot is released.
 
     `work_tokens`: predicted tokens to compute. `kv_tokens`: largest KV it may hold, in tokens.

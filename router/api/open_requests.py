@@ -4,12 +4,14 @@ and the log of ended calls."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import re
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+from msgspec import Struct
 
 from pdserve.errors import (
     Cancelled,
@@ -172,8 +174,7 @@ def _stopping() -> PdserveError:
     return Unavailable("the router is stopping", retry_after_s=1.0)
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class ApiCall:
+class ApiCall(Struct, kw_only=True):
     """One call. `route`: path with the names of its variables, "" without a route. `status`: HTTP
     status, or name of gRPC's. `code`, `field`, `reason`, `message`: of the error. `is_counted`: the
     refusal is counted already. `tenant`: None before the caller is known. `generates`: it requests
@@ -194,8 +195,8 @@ class ApiCall:
     reason: str = ""
     message: str = ""
     is_counted: bool = False
-    records: list[RequestRecord] = dataclasses.field(default_factory=list)
-    began: float = dataclasses.field(default_factory=time.monotonic)
+    records: list[RequestRecord] = []
+    began: float = msgspec.field(default_factory=time.monotonic)
 
     def fail(self, error: PdserveError) -> None:
         """Keep the logged fields of an error, not the error, whose traceback would keep it and this

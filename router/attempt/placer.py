@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from pdserve.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unavailable
 from pdserve.kv_compatibility import exchange
@@ -98,8 +98,7 @@ class Charge:
             placed.resident[self._adapter] -= 1
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(Struct, frozen=True):
     """Capacity for one attempt: prompt tokens to compute, tokens of KV to keep, of which
     `children_kv_tokens` are for further answers, a LoRA adapter, and tokens of images to encode."""
 

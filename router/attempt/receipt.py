@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from pdserve.types import Receipt, Role, TokenSpan, TransferReport
 from router.attempt.handoff import Side
@@ -121,7 +122,7 @@ def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:
     the longest one. The workers are from the answer whose KV was transferred."""
     if len(receipts) == 1:
         return receipts[0]
-    return replace(
+    return structs.replace(
         next((x for x in receipts if x.transport), receipts[0]),
         queue_s=max(x.queue_s for x in receipts),
         prefill_s=max(x.prefill_s for x in receipts),

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,18 +77,17 @@ class Constraints:
     failed: frozenset[str] = frozenset()
 
 
-@dataclass(slots=True)
-class RetryPolicy:
+class RetryPolicy(Struct):
     """Retry state of one answer: steps left, failed workers, and `done`, the steps taken as
     `step:reason`."""
 
     max_retries: int = 16
     progress_tokens: int = 16
     steps: tuple[RetryStep, ...] = GENERATE_STEPS
-    done: list[str] = field(default_factory=list)
+    done: list[str] = []
     _left: tuple[RetryStep, ...] = ()
-    _failed: set[str] = field(default_factory=set)
-    _avoid: set[str] = field(default_factory=set)
+    _failed: set[str] = set()
+    _avoid: set[str] = set()
     _from_tokens: int = 0
     _moves: int = 0  # entries of `done` that no failure caused; they do not count as retries
 

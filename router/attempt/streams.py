@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from router.placement.values import Prediction
 
 
-@dataclass(slots=True, eq=False)
-class WorkerStream:
+class WorkerStream(Struct, eq=False):
     """One stream on one worker. StreamObserver writes its result: `report` and the deaths. `pair`:
     ids of the workers that exchange KV for it. `cause`: why the previous attempt ended, "" in the
     first attempt. `is_optional`: the attempt continues without it. `stream_id`: its id on the
@@ -53,8 +51,7 @@ class WorkerStream:
         return self.member.info.role
 
 
-@dataclass(slots=True, eq=False)
-class Fetched:
+class Fetched(Struct, eq=False):
     """Cached KV copied from the worker `holder` before the prompt was computed. `tokens`, `blocks`:
     size, 0 if the copy failed."""
 
@@ -65,8 +62,7 @@ class Fetched:
     blocks: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Answer:
+class Answer(Struct, eq=False):
     """Tokens and streams of one answer, over all attempts.
 
     `tokens` starts with the tokens that the client resumes from; only attempts append to it.
@@ -81,12 +77,12 @@ class Answer:
     tokens: list[int]
     index: int = 0
     kv_worker: asyncio.Future[Member] | None = None
-    streams: list[WorkerStream] = field(default_factory=list)
+    streams: list[WorkerStream] = []
     first_token_stream: WorkerStream | None = None
     first_token_at: float | None = None
     cause: str = ""  # why the last attempt ended before the answer was complete
     fetched: Fetched | None = None
-    copies: list[WorkerStream] = field(default_factory=list)
+    copies: list[WorkerStream] = []
     retries: Sequence[str] = ()
     revision: str | None = None
     prediction: Prediction | None = None

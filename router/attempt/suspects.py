@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
+from msgspec import Struct
 
 from pdserve.errors import PoisonRequest
 from pdserve.model.token_ids import pack
@@ -68,8 +69,7 @@ class Death(NamedTuple):
         return (self.member.attached or self.member.has_left) and not self.said_so
 
 
-@dataclass(slots=True)
-class Suspicion:
+class Suspicion(Struct):
     """The deaths of workers that count against one request.
 
     `earlier` counts the deaths when the same request was sent before. `deaths` has one entry for
@@ -80,7 +80,7 @@ class Suspicion:
 
     earlier: int = 0
     was_remembered: bool = False
-    deaths: list[Death] = field(default_factory=list)
+    deaths: list[Death] = []
 
     @property
     def count(self) -> int:

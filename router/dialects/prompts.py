@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -88,7 +87,7 @@ class Echo:
         if self._only_prompt:
             delta.token_ids, delta.text, delta.logprobs, delta.stop_reason = (), "", (), None
             if delta.usage is not None:
-                delta.usage = replace(delta.usage, completion_tokens=0)
+                delta.usage = structs.replace(delta.usage, completion_tokens=0)
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             prompt = delta.index // self._n

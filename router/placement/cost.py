@@ -218,8 +218,7 @@ def predicted_latencies(
     return split, Latency(ttft_s(each, together_s + delay_s), together_s)
 
 
-@dataclass(eq=False, slots=True)
-class QueuedPrompt:
+class QueuedPrompt(Struct, eq=False):
     """A prompt that is queued or being computed on a worker."""
 
     worker_id: str

@@ -8,8 +8,9 @@ worker of the other phase; have free KV blocks and a free slot for the adapter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from pdserve.errors import Refusal, Unavailable
 from pdserve.kv_compatibility import exchange, unpaired
@@ -29,15 +30,14 @@ LIVE_KV = "live_kv"
 _MAX_REASONS = 3
 
 
-@dataclass(slots=True)
-class Eligible:
+class Eligible(Struct):
     """Workers by role that are ready and large enough."""
 
     prefills: list[Candidate]
     decodes: list[Candidate]
     aggregated: list[Candidate]
     excluded: frozenset[tuple[str, str]]
-    _by_kind: dict[KvKind, list[Candidate]] = field(default_factory=dict)
+    _by_kind: dict[KvKind, list[Candidate]] = {}
 
     def producers(self, decode: Candidate) -> list[Candidate]:
         """Return the prefill workers that can send KV to `decode`, including excluded pairs.

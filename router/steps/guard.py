@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, structs
@@ -410,7 +409,7 @@ def _with_text(delta: AnswerDelta, text: str, kind: str = "") -> AnswerDelta:
     assert isinstance(delta, ParsedDelta)
     if kind == "reasoning":
         return structs.replace(delta, reasoning=text)
-    calls = tuple(replace(x, arguments=text) for x in delta.tool_calls)
+    calls = tuple(structs.replace(x, arguments=text) for x in delta.tool_calls)
     return structs.replace(delta, tool_calls=calls)
 
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from pdserve.errors import (
     LIMITS_OF_TENANTS,
@@ -62,8 +61,7 @@ _ESCALATED = "escalated"
 _NOT_OF_THE_MODEL = (*LIMITS_OF_TENANTS, Refusal.MEMORY)
 
 
-@dataclass(slots=True)
-class Prepared:
+class Prepared(Struct):
     """A request that is ready to be served. `made`: for its model, or for the last choice of its
     virtual model. `prompt_tokens`: of the longest prompt, by the tokenizer that read it first; 0
     with images. `choice`: what the receipt says. `cannot`, `busy`: the models that failed, with the
@@ -74,11 +72,11 @@ class Prepared:
     made: list[GenerateRequest]
     virtual: VirtualModelConfig | None = None
     prompt_tokens: int = 0
-    choice: ModelChoice = field(default_factory=ModelChoice)
+    choice: ModelChoice = ModelChoice()
     escalate: EscalateConfig | None = None
     label: str | None = None
-    cannot: dict[str, str] = field(default_factory=dict)
-    busy: dict[str, str] = field(default_factory=dict)
+    cannot: dict[str, str] = {}
+    busy: dict[str, str] = {}
 
 
 class ModelChooser:
@@ -176,7 +174,7 @@ class ModelChooser:
         # What reading cost is given back once, by the first `prepare`.
         one.read = structs.replace(one.read, charge=nullcontext())
         one.escalate = found.escalate
-        one.choice = dataclasses.replace(
+        one.choice = structs.replace(
             one.choice,
             virtual_model=one.virtual.name,
             model=found.model,
@@ -295,7 +293,7 @@ class ModelChooser:
             if tenant and cost:
                 self._count("tenant_cost", tenant, by=cost)
         self._count("escalations", one.virtual.name, one.choice.model, verdict.code)
-        one.choice = dataclasses.replace(
+        one.choice = structs.replace(
             one.choice,
             discarded_model=one.choice.model,
             discarded_reason=verdict.text,

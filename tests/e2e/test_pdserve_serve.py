@@ -111,7 +111,7 @@ async def test_generate_over_grpc_streams_english_through_both_workers(stack: Se
     last = deltas[-1]
     assert last.finish_reason is FinishReason.STOP
     assert isinstance(last.receipt, Receipt)
-    fields = {name: getattr(last.receipt, name) for name in Receipt.__slots__}
+    fields = {name: getattr(last.receipt, name) for name in Receipt.__struct_fields__}
     assert_disaggregated({**fields, "fallbacks": list(last.receipt.fallbacks)})
 
 

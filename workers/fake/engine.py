@@ -328,7 +328,7 @@ class FakeEngine:
         deltas += [self._advance(self._running[x]) for x in planned if x in self._running]
         if settings.clock_text:
             stamp = f"{time.monotonic():.6f} "
-            deltas = [replace(x, text=stamp) if x.token_ids else x for x in deltas]
+            deltas = [structs.replace(x, text=stamp) if x.token_ids else x for x in deltas]
         change = None if self._cache is None else self._cache.take()
         if deltas or change:
             self.results.put(StepResult(deltas, change))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from pdserve.types import FinishReason, PhaseReport, StreamDelta, TransferReport
 from workers.engine import DecodePhase, EncodePhase, PoolingPhase, PrefillPhase
@@ -105,7 +107,7 @@ class Sequence:
         is_full = len(self.generated) >= sampling.max_tokens
         if is_full or isinstance(self.work.phase, PrefillPhase):
             return self.end(delta, FinishReason.LENGTH, now, goes_on=not is_full)
-        return replace(delta, text=self.text.take(finished=False))
+        return structs.replace(delta, text=self.text.take(finished=False))
 
     def _prompt_logprobs(self, alternatives: int) -> tuple[PositionLogprobs, ...]:
         """Return the logprobs of the prompt. From `scored_from` on they are those of an answer to
@@ -131,4 +133,4 @@ class Sequence:
             transfer=self.transfer,
         )
         text = self.text.take(finished=not goes_on)
-        return replace(last, text=text, finish_reason=reason, report=report)
+        return structs.replace(last, text=text, finish_reason=reason, report=report)

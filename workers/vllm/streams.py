@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
 from vllm.exceptions import VLLMClientError
 from vllm.v1.request import RequestStatus
 
@@ -183,7 +184,7 @@ class EngineStreams:
             return [not_exported(stream_id)]
         self._remember_held(stream)
         last = StreamDelta(stream_id, finish_reason=FinishReason.ABORT, exported_tokens=tokens)
-        return [replace(last, report=_report(stream))]
+        return [structs.replace(last, report=_report(stream))]
 
     def take_arrivals(self, received: Sequence[Arrival]) -> list[StreamDelta]:
         """Let the next step schedule the requests whose KV every rank has `received`, and put the
@@ -361,4 +362,4 @@ def _refusal(work: Work, error: Exception) -> StreamDelta:
         if not field and work.sampling.structured_output is not None:
             field = "structured_output"  # once prompt and numbers are checked, only the grammar
         error = InvalidRequest(message, field=field)
-    return replace(ended_by(work.stream_id, error), report=PhaseReport())
+    return structs.replace(ended_by(work.stream_id, error), report=PhaseReport())

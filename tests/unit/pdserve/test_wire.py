@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -35,9 +35,9 @@ def made(hint: Any) -> st.SearchStrategy[Any]:
     args = [x for x in get_args(hint) if x is not type(None)]
     if hint in PLAIN:
         return PLAIN[hint]
-    if is_dataclass(hint):
+    if names := getattr(hint, "__match_args__", ()):  # of a dataclass or a Struct
         hints = get_type_hints(hint, localns={"Mapping": Mapping})
-        return st.builds(hint, **{x.name: made(hints[x.name]) for x in fields(hint)})  # type: ignore[arg-type]
+        return st.builds(hint, **{name: made(hints[name]) for name in names})
     if get_origin(hint) is tuple:
         return st.lists(made(args[0]), min_size=1, max_size=3).map(tuple)
     if get_origin(hint) is Mapping:

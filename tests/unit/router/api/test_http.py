@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import openai
 import pytest
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from pdserve.errors import InternalError, Overloaded, Refusal, TransferFailed, Unavailable
 from pdserve.net.http_server import HttpServer, bind
@@ -60,7 +59,7 @@ def undated(text: str) -> str:
     return text.replace(f'"created":{created}', '"created":0')
 
 
-RECEIPT_JSON = json.dumps(asdict(RECEIPT), separators=(",", ":"))
+RECEIPT_JSON = json.dumps(to_builtins(RECEIPT), separators=(",", ":"))
 CHAT_HEAD = '{"id":"chatcmpl-7","object":"chat.completion.chunk","created":0,"model":"demo"'
 CHAT_STREAM = (
     f"data: {CHAT_HEAD},"
@@ -160,7 +159,7 @@ async def test_whole_chat_answer_has_usage_and_receipt(apis: RouterApis) -> None
             }
         ],
         "usage": USAGE,
-        "pdserve": {"receipt": {**asdict(RECEIPT), "fallbacks": [], "regions": [], "spans": []}},
+        "pdserve": {"receipt": json.loads(RECEIPT_JSON)},
         "prompt_logprobs": None,
         "system_fingerprint": None,
     }
