@@ -240,10 +240,11 @@ class _Regions(NamedTuple):
 class _OptionalSteps(NamedTuple):
     """Steps that depend on the configuration."""
 
-    trace: TraceStep
+    trace: TraceStep | None
     guard: GuardStep | None
     parse: RequestStep
     capsule: CapsuleStep | None
+    ledger: LedgerStep | None
     audit: AuditStep | None
 
 
@@ -282,7 +283,7 @@ def _build_steps(
         capsule=optional.capsule,
         session=SessionStep(kept.sessions, metrics),
         admit=AdmitStep(admission, placing.placer, fleet.now, regions.leaves),
-        ledger=LedgerStep(regions.ledger),
+        ledger=optional.ledger,
         audit=optional.audit,
         account=AccountStep(workers.billing, metrics, costs, fleet),
     )
@@ -305,14 +306,14 @@ def _build_embedder(
     placing: _Placing,
     embedding: Answering,
     poison: PoisonStep,
-    ledger: ResidencyLedger,
+    ledger: LedgerStep | None,
     metrics: RouterMetrics,
 ) -> EmbeddingServer:
     steps = EmbedSteps(
         outcomes=CountInputsStep(metrics),
         poison=poison,
         admit=AdmitStep(placing.admission, placing.pooling, workers.fleet.now),
-        ledger=LedgerStep(ledger),
+        ledger=ledger,
         account=AccountPoolingStep(workers.billing, metrics.count),
     )
     return EmbeddingServer(steps, embedding, workers.fleet.now)
@@ -345,12 +346,14 @@ def build_request_path(
         config, workers, placing, metrics, limits, budget, regions.leaves
     )
     poison = PoisonStep(placing.suspects)
-    embedder = _build_embedder(workers, placing, embedding, poison, ledger, metrics)
+    trace = None if tracing is None else TraceStep(tracing)
+    written = None if ledger.file is None else LedgerStep(ledger)
+    embedder = _build_embedder(workers, placing, embedding, poison, written, metrics)
     guards = guards_of(embedder.embed)
     capsule = CapsuleStep(capsules, placing.decisions, fleet.now) if capsules.is_on else None
     audits, audit = _build_audits(config, capsule, metrics, fleet)
     guard = GuardStep(guards) if guards else None
-    optional = _OptionalSteps(TraceStep(tracing), guard, parse, capsule, audit)
+    optional = _OptionalSteps(trace, guard, parse, capsule, written, audit)
     generate = _build_steps(workers, placing, kept, regions, optional, poison, budget, metrics)
     return RequestPath(
         workers=workers,

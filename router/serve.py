@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 
 class GenerateSteps(NamedTuple):
     """The steps of a request that generates, outermost first. A new step is a field here.
-    `guard`: None without guards. `capsule`: None if no evidence is kept. `audit`: None without
-    audits."""
+    A step that has nothing to do in this service is None: `trace` without tracing, `guard` without
+    guards, `capsule` if no evidence is kept, `ledger` without a ledger, `audit` without audits."""
 
     log: LogStep
-    trace: TraceStep
+    trace: TraceStep | None
     media: MediaStep
     guard: GuardStep | None
     parse: RequestStep
@@ -74,7 +74,7 @@ class GenerateSteps(NamedTuple):
     capsule: CapsuleStep | None
     session: SessionStep
     admit: AdmitStep
-    ledger: LedgerStep
+    ledger: LedgerStep | None
     audit: AuditStep | None
     account: AccountStep
 
@@ -86,7 +86,7 @@ class EmbedSteps(NamedTuple):
     outcomes: CountInputsStep
     poison: PoisonStep
     admit: AdmitStep
-    ledger: LedgerStep
+    ledger: LedgerStep | None
     account: AccountPoolingStep
 
 

@@ -116,6 +116,8 @@ class Tenant:
     def charge(self, tokens: int, now: float, requests: int = 1) -> None:
         """Charge tokens and requests to the rates, without an open request. Raises Overloaded,
         naming the exceeded limit."""
+        if not (self._requests.rate or self._tokens.rate):
+            return
         name = self._config.name
         # Check both limits before taking from either.
         for bucket, amount, unit, reason in (

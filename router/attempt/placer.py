@@ -81,16 +81,19 @@ class Charge:
     def prefilled(self) -> bool:
         """Release the prompt's share once it is computed. Return True if that made room for another
         prompt."""
-        tokens, self._prompt_tokens = self._prompt_tokens, 0
-        self.member.placed.outstanding_tokens -= tokens
+        if not self._prompt_tokens:
+            return False
+        self.member.placed.outstanding_tokens -= self._prompt_tokens
         self.member.roomier.add(self.member)
-        return tokens > 0
+        self._prompt_tokens = 0
+        return True
 
     def release(self) -> None:
         if self._released:
             return
         self._released = True
-        self.prefilled()  # also reports that the worker has more room
+        self.prefilled()
+        self.member.roomier.add(self.member)
         placed = self.member.placed
         placed.outstanding_requests -= 1
         placed.reserved_blocks -= self._blocks
@@ -141,6 +144,7 @@ class Reservation:
         self.revision = revision
         self.prediction, self.fetch = prediction, fetch
         self._queued = queued
+        self._released = False
         self.prefill_charge: Charge | None = None
         self.encode_charge = None if encoder is None else Charge(encoder, room.image_tokens)
         self._children_charge: Charge | None = None
@@ -184,6 +188,7 @@ class Reservation:
         if self._queued is not None:
             costs, prompt = self._queued
             costs.computed(prompt)
+            self._queued = None
         return (self.prefill_charge or self.decode_charge).prefilled()
 
     def release_children(self) -> None:
@@ -193,6 +198,9 @@ class Reservation:
             self._children_charge.release()
 
     def release(self) -> None:
+        if self._released:
+            return
+        self._released = True
         self.prefilled()
         if self._children_charge is not None:
             self._children_charge.release()

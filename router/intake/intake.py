@@ -481,4 +481,4 @@ def _reads_alike(a: ModelInfo, b: ModelInfo) -> bool:
 def _valid_traceparent(given: str) -> str:
     """Return a client's `traceparent`, or "" if it is not valid: W3C has such headers ignored, and
     bytes that are no text could not be sent to workers."""
-    return given if _TRACEPARENT.fullmatch(given) else ""
+    return given if given and _TRACEPARENT.fullmatch(given) else ""

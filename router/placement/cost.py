@@ -259,7 +259,8 @@ class _Mean:
     value: float = 0.0
 
     def add(self, value: float) -> None:
-        self.count = min(REMEMBERED, self.count + 1.0)
+        if self.count < REMEMBERED:
+            self.count += 1.0
         self.value += (value - self.value) / self.count
 
 

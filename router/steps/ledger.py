@@ -89,8 +89,6 @@ class LedgerStep:
         self._ledger = ledger
 
     async def __call__(self, walk: Walk, proceed: Proceed) -> Answered:
-        if self._ledger.file is None:
-            return await proceed(walk)
         try:
             return await proceed(walk)
         finally:

@@ -15,15 +15,13 @@ if TYPE_CHECKING:
 
 
 class TraceStep:
-    """Does nothing without `tracing`: workers then get the client's trace context unchanged."""
+    """Without it workers get the client's trace context unchanged."""
 
-    def __init__(self, tracing: Tracing | None) -> None:
+    def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
 
     async def __call__(self, walk: Walk, proceed: Proceed) -> Answered:
         request, record = walk.request, walk.record
-        if self._tracing is None:
-            return await proceed(walk)
         attributes: dict[str, str | int] = {
             "gen_ai.request.model": request.model,
             "pdserve.request_id": request.request_id,
