@@ -16,6 +16,7 @@ One missed target costs `slo.ttft_s` seconds.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
@@ -225,13 +226,12 @@ class QueuedPrompt(Struct, eq=False):
     work: PromptWork
 
 
-@dataclass(slots=True)
-class _PromptQueue:
+class _PromptQueue(Struct):
     """Prompts that this router placed on a worker, in order, and their summed work. `head_since`:
     when the first prompt reached the head of the queue."""
 
     head_since: float
-    prompts: dict[QueuedPrompt, None] = field(default_factory=dict)
+    prompts: dict[QueuedPrompt, None] = {}
     tokens: int = 0
     pairs: float = 0.0
 
@@ -360,10 +360,11 @@ class CostModel:
         self._clock = clock
         self._fits: dict[str, _Fits] = {}  # by model
         self._queues: dict[str, _PromptQueue] = {}  # by worker
-        self._means: dict[str, RequestMeans] = {}  # by model
-        self._encodes: dict[str, _Mean] = {}  # by model: seconds per image token
+        self._means = defaultdict[str, RequestMeans](RequestMeans)  # by model
+        self._encodes = defaultdict[str, _Mean](_Mean)  # by model: seconds per image token
         self._transfers: dict[tuple[str, str], _Mean] = {}
-        self._distances: dict[tuple[str, str], _Mean] = {}  # by model and topology.distance
+        # By model and topology.distance.
+        self._distances = defaultdict[tuple[str, str], _Mean](_Mean)
         self._copies: dict[tuple[str, str], _CopyTime] = {}  # likewise
 
     def step_model(self, worker_id: str) -> StepModel | None:
@@ -628,7 +629,7 @@ class CostModel:
 
     def encoded(self, model: str, tokens: int, seconds: float) -> None:
         """Record the encode time of `tokens` image tokens."""
-        self._encodes.setdefault(model, _Mean()).add(seconds / tokens)
+        self._encodes[model].add(seconds / tokens)
 
     def encode_s(self, model: str, tokens: int) -> float | None:
         mean = self._encodes.get(model)
@@ -655,7 +656,7 @@ class CostModel:
         self, model: str, usage: Usage, receipt: Receipt, *, ttft_s: float, e2e_s: float
     ) -> None:
         """Record a request that was answered at its first attempt. Times count from placement."""
-        means = self._means.setdefault(model, RequestMeans())
+        means = self._means[model]
         means.prompt_tokens.add(max(1, usage.prompt_tokens - usage.cached_tokens))
         means.prefill_s.add(receipt.prefill_s)
         means.first_s.add(ttft_s)
@@ -670,8 +671,7 @@ class CostModel:
             means.transfer_s.add(exposed_s)
             found = map(self._fleet.members.get, (receipt.prefill_worker, receipt.decode_worker))
             prefill, decode = [{} if x is None else x.info.topology for x in found]
-            key = (model, distance(prefill, decode))
-            self._distances.setdefault(key, _Mean()).add(exposed_s)
+            self._distances[model, distance(prefill, decode)].add(exposed_s)
             pair = (receipt.prefill_worker, receipt.decode_worker)
             # Move the pair to the end: the first one is then the least recently used.
             self._transfers[pair] = self._transfers.pop(pair, _Mean())

@@ -141,6 +141,8 @@ def _alike_in_groups(workers: Workers, scores: Iterable[float]) -> list[float]:
     for c, x in zip(workers, own, strict=True):
         if c.info.group and x:
             lowest[c.info.group] = min(x, lowest.get(c.info.group, x))
+    if not lowest:
+        return own
     return [min(x, lowest.get(c.info.group, x)) for c, x in zip(workers, own, strict=True)]
 
 

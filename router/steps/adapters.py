@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class AdaptersStep:
-    """State: the number of open requests by the key of their adapter, "" without one."""
+    """State: the number of open requests by the key of their adapter."""
 
     def __init__(self) -> None:
         self._open = Counter[str]()
@@ -19,7 +19,8 @@ class AdaptersStep:
         return self._open[adapter]
 
     async def __call__(self, walk: Walk, proceed: Proceed) -> Answered:
-        adapter = walk.request.adapter_key
+        if not (adapter := walk.request.adapter_key):
+            return await proceed(walk)
         self._open[adapter] += 1
         try:
             return await proceed(walk)
