@@ -74,7 +74,8 @@ class WorkerServer:
         self._stack = AsyncExitStack()
         self._gpus = Gpus()
         self._guard = make_guard(config.access, shared_with=Party.ROUTER, host=config.host)
-        self.routers = Registrations(config.routers, dialer=dialer(config.access))
+        self.links = OpenLinks()
+        self.routers = Registrations(config.routers, self.links, dialer=dialer(config.access))
         self._tracing = open_tracing(
             config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
         )
@@ -86,7 +87,6 @@ class WorkerServer:
             renew=self.routers.renew,
             tracing=self._tracing,
         )
-        self.links = OpenLinks()
         self._new_link = partial(
             RouterLink,
             self.instance_id,

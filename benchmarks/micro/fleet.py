@@ -2,10 +2,10 @@
 
 Half of the workers prefill and half decode; requests are not sent. `place`: choose and reserve
 workers for a request, and release them. `retry`: the same after a failure. `full`: a request that
-must wait, because no worker has room. `register`, `renew`: handle the decoded message. `frame`:
-parse the message of a step that has a load and 16 tokens. `blocks`: apply a cache update, for each
-block that is stored or removed. All are CPU time of the router's own code in one process. Bytes are
-of the messages, without gRPC's and TCP's.
+must wait, because no worker has room. `register`: handle the decoded message. `renew`: parse the
+frame of a renewal, take it, and pack the answer. `frame`: parse the message of a step that has a
+load and 16 tokens. `blocks`: apply a cache update, for each block that is stored or removed. All
+are CPU time of the router's own code in one process. Bytes are of the messages, without TCP's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve import wire
+from pdserve.config import RouterConfig, SloConfig
 from pdserve.errors import Unavailable
+from pdserve.net import framing
 from pdserve.types import (
     Account,
     EngineLimits,
@@ -31,11 +33,18 @@ from pdserve.types import (
 from pdserve.v1 import worker_pb2 as w
 from router.attempt.placer import Placer
 from router.attempt.recovery import Constraints, RetryStep
+from router.control.adapters import ServedAdapters
+from router.control.leases import WorkerLeases
+from router.fleet.billing import Billing
+from router.fleet.link_pool import LinkPool
+from router.fleet.open import OpenedFleet
 from router.fleet.prefix_watch import PrefixIndex
 from router.fleet.registry import Fleet
+from router.metrics import RouterMetrics
 from router.placement.decisions import DecisionLog
 from router.placement.policies import POLICIES
 from router.placement.values import Demand
+from router.request_path import build_request_path
 from workers.link.worker_state import WorkerState, renewal_to_pb
 
 if TYPE_CHECKING:
@@ -94,6 +103,10 @@ class _Fleet:
             member.attached = True
             member.placed.reserved_blocks = member.info.total_blocks
         self._placer, self._full_placer = map(_placer, (self._fleet, self._full))
+        metrics, pool = RouterMetrics(SloConfig()), LinkPool(self._fleet, router_id="router")
+        workers = OpenedFleet(self._fleet, pool, Billing({}, metrics.count))
+        path = build_request_path(RouterConfig(), workers, metrics, {})
+        self._leases = WorkerLeases(workers, ServedAdapters(), path.generating)
         self._renewal = _renewal(self._infos[0])
         self._frame = _frame()
         self._index = PrefixIndex(1_000_000)
@@ -130,14 +143,8 @@ class _Fleet:
         }
 
     def _renew(self) -> None:
-        message = w.RenewRequest.FromString(self._renewal)
-        self._fleet.renew(
-            message.worker_id,
-            message.instance_id,
-            load=wire.load_from_pb(message.load),
-            draining=message.draining,
-            kv=wire.kv_report_from_pb(message.kv),
-        )
+        message = w.StepFrame.FromString(self._renewal)
+        framing.pack(w.Command(renewed=self._leases.renew(message.renewal)))
 
     def _read_frame(self) -> None:
         message = w.StepFrame.FromString(self._frame)
@@ -174,7 +181,9 @@ def _renewal(info: WorkerInfo) -> bytes:
     totals = {f"counter_{i}": 1e9 for i in range(12)}
     kv = KvReport(KvLedger(100, 100, 4, 4), links={"tcp": 50}, totals=totals)
     account = Account({"idle": 1.0}, {}, 10.0, 1000.0)
-    return renewal_to_pb(info, WorkerState(load=LOAD, kv=kv), account).SerializeToString()
+    # Not numbered, so that it can be taken again.
+    renewal = renewal_to_pb(info, WorkerState(load=LOAD, kv=kv), account, number=0)
+    return w.StepFrame(renewal=renewal).SerializeToString()
 
 
 def _frame() -> bytes:

@@ -409,13 +409,15 @@ class RegisterRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., draining: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., weights: _Optional[_Union[ModelWeights, _Mapping]] = ..., updating: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("lease_s",)
+    __slots__ = ("lease_s", "router_id")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
-    def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
+    router_id: str
+    def __init__(self, lease_s: _Optional[float] = ..., router_id: _Optional[str] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving", "adapters", "gpus", "account", "weights", "updating")
+    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving", "adapters", "gpus", "account", "weights", "updating", "number")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -428,6 +430,7 @@ class RenewRequest(_message.Message):
     ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     UPDATING_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     load: WorkerLoad
@@ -440,7 +443,8 @@ class RenewRequest(_message.Message):
     account: Account
     weights: ModelWeights
     updating: str
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., weights: _Optional[_Union[ModelWeights, _Mapping]] = ..., updating: _Optional[str] = ...) -> None: ...
+    number: int
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ..., account: _Optional[_Union[Account, _Mapping]] = ..., weights: _Optional[_Union[ModelWeights, _Mapping]] = ..., updating: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ModelWeights(_message.Message):
     __slots__ = ("sequence", "version", "path", "digest")
@@ -481,10 +485,12 @@ class Account(_message.Message):
     def __init__(self, seconds: _Optional[_Mapping[str, float]] = ..., energy_j: _Optional[_Mapping[str, float]] = ..., open_s: _Optional[float] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
-    __slots__ = ("lease_s",)
+    __slots__ = ("lease_s", "number")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
-    def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
+    number: int
+    def __init__(self, lease_s: _Optional[float] = ..., number: _Optional[int] = ...) -> None: ...
 
 class DeregisterRequest(_message.Message):
     __slots__ = ("worker_id", "instance_id", "account", "failure")
@@ -646,20 +652,22 @@ class WorkerEntry(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., revision_share: _Optional[float] = ..., reason: _Optional[str] = ..., weights_version: _Optional[str] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "export", "watch_cache", "ping")
+    __slots__ = ("hello", "submit", "cancel", "export", "watch_cache", "ping", "renewed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
     WATCH_CACHE_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
     export: Export
     watch_cache: WatchCache
     ping: int
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., ping: _Optional[int] = ...) -> None: ...
+    renewed: RenewResponse
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., ping: _Optional[int] = ..., renewed: _Optional[_Union[RenewResponse, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "instance_id", "token")
@@ -798,7 +806,7 @@ class Export(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("deltas", "load", "tokens", "steps", "closed", "cache", "recent_steps", "pong")
+    __slots__ = ("deltas", "load", "tokens", "steps", "closed", "cache", "recent_steps", "pong", "renewal")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -807,6 +815,7 @@ class StepFrame(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     RECENT_STEPS_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    RENEWAL_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[StreamDelta]
     load: WorkerLoad
     tokens: PlainTokens
@@ -815,7 +824,8 @@ class StepFrame(_message.Message):
     cache: CacheUpdate
     recent_steps: RecentSteps
     pong: int
-    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., cache: _Optional[_Union[CacheUpdate, _Mapping]] = ..., recent_steps: _Optional[_Union[RecentSteps, _Mapping]] = ..., pong: _Optional[int] = ...) -> None: ...
+    renewal: RenewRequest
+    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., cache: _Optional[_Union[CacheUpdate, _Mapping]] = ..., recent_steps: _Optional[_Union[RecentSteps, _Mapping]] = ..., pong: _Optional[int] = ..., renewal: _Optional[_Union[RenewRequest, _Mapping]] = ...) -> None: ...
 
 class RecentSteps(_message.Message):
     __slots__ = ("age_s", "took_s", "prefill_tokens", "decode_reqs")

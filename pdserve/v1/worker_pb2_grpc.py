@@ -74,7 +74,8 @@ class RegistryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """On NOT_FOUND the worker must register again.
+        """For a worker without a session of this router; others renew over it, see StepFrame.renewal. On
+        NOT_FOUND the worker must register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

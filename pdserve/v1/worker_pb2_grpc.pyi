@@ -36,7 +36,9 @@ class RegistryStub:
     Register: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RegisterRequest, _worker_pb2.RegisterResponse]
     """FAILED_PRECONDITION if the worker is incompatible with the others; the error has the reason."""
     Renew: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RenewRequest, _worker_pb2.RenewResponse]
-    """On NOT_FOUND the worker must register again."""
+    """For a worker without a session of this router; others renew over it, see StepFrame.renewal. On
+    NOT_FOUND the worker must register again.
+    """
     Deregister: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DeregisterRequest, _worker_pb2.DeregisterResponse]
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListWorkersRequest, _worker_pb2.ListWorkersResponse]
     ReportCrashLoops: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReportCrashLoopsRequest, _worker_pb2.ReportCrashLoopsResponse]
@@ -50,7 +52,9 @@ class RegistryAsyncStub(RegistryStub):
     Register: _aio.UnaryUnaryMultiCallable[_worker_pb2.RegisterRequest, _worker_pb2.RegisterResponse]  # type: ignore[assignment]
     """FAILED_PRECONDITION if the worker is incompatible with the others; the error has the reason."""
     Renew: _aio.UnaryUnaryMultiCallable[_worker_pb2.RenewRequest, _worker_pb2.RenewResponse]  # type: ignore[assignment]
-    """On NOT_FOUND the worker must register again."""
+    """For a worker without a session of this router; others renew over it, see StepFrame.renewal. On
+    NOT_FOUND the worker must register again.
+    """
     Deregister: _aio.UnaryUnaryMultiCallable[_worker_pb2.DeregisterRequest, _worker_pb2.DeregisterResponse]  # type: ignore[assignment]
     ListWorkers: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListWorkersRequest, _worker_pb2.ListWorkersResponse]  # type: ignore[assignment]
     ReportCrashLoops: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReportCrashLoopsRequest, _worker_pb2.ReportCrashLoopsResponse]  # type: ignore[assignment]
@@ -73,7 +77,9 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.RenewResponse, _abc.Awaitable[_worker_pb2.RenewResponse]]:
-        """On NOT_FOUND the worker must register again."""
+        """For a worker without a session of this router; others renew over it, see StepFrame.renewal. On
+        NOT_FOUND the worker must register again.
+        """
 
     @_abc_1.abstractmethod
     def Deregister(

@@ -12,7 +12,6 @@ import grpc
 from msgspec import structs
 
 from pdserve import wire
-from pdserve.config import is_address
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.net import rpc
 from pdserve.types import Role
@@ -21,7 +20,6 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.api.audit import rpc_caller
-from router.fleet.billing import WORKER_LOST
 from router.fleet.view import pair_views, worker_views
 from router.placement.decisions import explained
 from router.placement.values import MemberState
@@ -31,10 +29,9 @@ if TYPE_CHECKING:
 
     from pdserve.observe.audit import AuditLog
     from pdserve.observe.capsules import CapsuleHeader
-    from pdserve.types import Account
-    from router.control.adapters import ServedAdapters
     from router.control.audits import Auditor
     from router.control.autoscaler import Autoscaler
+    from router.control.leases import WorkerLeases
     from router.control.open import WorkerControl
     from router.fleet.view import WorkerView
     from router.request_path import RequestPath
@@ -69,79 +66,38 @@ class RegistryService(RegistryServicer):
         self,
         path: RequestPath,
         autoscaler: Autoscaler,
-        served: ServedAdapters,
+        leases: WorkerLeases,
         tool_remarks: Callable[[], list[tuple[str, str]]],
         auditor: Auditor | None = None,
     ) -> None:
-        """`served` follows the adapters that workers report. `tool_remarks` returns models and why
-        their tool calls are limited."""
-        self._path, self._autoscaler, self._served = path, autoscaler, served
-        self._fleet, self._billing = path.workers.fleet, path.workers.billing
+        """`tool_remarks` returns models and why their tool calls are limited."""
+        self._path, self._autoscaler, self._leases = path, autoscaler, leases
+        self._fleet = path.workers.fleet
         self._tool_remarks, self._auditor = tool_remarks, auditor
 
     async def Register(  # noqa: N802
         self, request: w.RegisterRequest, context: Context
     ) -> w.RegisterResponse:
         try:
-            info = wire.worker_from_pb(request.worker)
-            _check_address(info.address, "worker.address")
-            _check_address(info.session_address, "worker.session_address")
-            adapters = [wire.adapter_from_pb(x) for x in request.adapters]
-            died = self._fleet.register(
-                info,
-                draining=request.draining,
-                adapters=adapters,
-                weights=wire.weights_from_pb(request.weights),
-                updating=request.updating,
-            )
+            return self._leases.register(request)
         except InvalidRequest as error:
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
-        if died is not None:
-            self._billing.wasted(died.info, WORKER_LOST, died.open_s)
-        members = self._fleet.members
-        self._served.report(members[info.worker_id], members.values())
-        return w.RegisterResponse(lease_s=self._fleet.lease_s)
 
     @_aborting
     async def Renew(  # noqa: N802
         self, request: w.RenewRequest, context: Context
     ) -> w.RenewResponse:
-        worker_id, account = request.worker_id, _account(request)
-        member = self._fleet.renew(
-            worker_id,
-            request.instance_id,
-            load=wire.load_from_pb(request.load) if request.HasField("load") else None,
-            draining=request.draining,
-            kv=wire.kv_report_from_pb(request.kv) if request.HasField("kv") else None,
-            unhealthy=request.unhealthy,
-            adapters=[wire.adapter_from_pb(x) for x in request.adapters],
-            gpus=request.gpus,
-            account=account,
-            weights=wire.weights_from_pb(request.weights),
-            updating=request.updating,
-        )
-        if member is None:
-            unknown = Unavailable(f"worker {worker_id} is not registered")
+        renewed = self._leases.renew(request)
+        if renewed is None:
+            unknown = Unavailable(f"worker {request.worker_id} is not registered")
             await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
-        if account is not None:
-            self._billing.reported(member.info, account)
-        self._served.report(member, self._fleet.members.values())
-        if request.moving or request.draining:
-            # A draining worker can wait. Until it sets `moving`, move only requests whose KV can
-            # be sent along: any other move computes the prompt again.
-            reason = f"worker {worker_id} is draining"
-            self._path.generating.move_off(worker_id, reason, live_only=not request.moving)
-        return w.RenewResponse(lease_s=self._fleet.lease_s)
+        return renewed
 
     @_aborting
     async def Deregister(  # noqa: N802
         self, request: w.DeregisterRequest, context: Context
     ) -> w.DeregisterResponse:
-        member = self._fleet.deregister(
-            request.worker_id, request.instance_id, failure=request.failure
-        )
-        if member is not None and (account := _account(request)) is not None:
-            self._billing.reported(member.info, account)
+        self._leases.deregister(request)
         return w.DeregisterResponse()
 
     async def ListWorkers(  # noqa: N802
@@ -232,16 +188,6 @@ class RegistryService(RegistryServicer):
         if shares := self._path.shares.by_model.get(view.info.model.name):
             entry.revision_share = shares.get(view.info.revision, 0.0)
         return entry
-
-
-def _account(request: w.RenewRequest | w.DeregisterRequest) -> Account | None:
-    return wire.account_from_pb(request.account) if request.HasField("account") else None
-
-
-def _check_address(address: str, field: str) -> None:
-    """Raise InvalidRequest unless `address` is host:port."""
-    if not is_address(address):
-        raise InvalidRequest(f"{field} is {address!r}, which is not host:port", field=field)
 
 
 def capsule_entry(header: CapsuleHeader, size: int) -> a.CapsuleEntry:

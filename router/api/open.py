@@ -98,7 +98,7 @@ async def open_grpc(
     server = rpc.make_server(guard, max_message_bytes=MAX_BODY_BYTES)
     generation = GenerationService(path.models, shared)
     add_GenerationServicer_to_server(generation, server)
-    registry = RegistryService(path, autoscaler, control.served, remarks, control.auditor)
+    registry = RegistryService(path, autoscaler, control.leases, remarks, control.auditor)
     add_RegistryServicer_to_server(registry, server)
     add_AdminServicer_to_server(AdminService(path, control, shared.audit), server)
     add_PeerServicer_to_server(PeerService(path, shared), server)

@@ -13,6 +13,7 @@ from router.control.adapters import Adapters, ServedAdapters
 from router.control.audits import Auditor, keep_capsule
 from router.control.autoscaler import Autoscaler, role_loads, roles_wanted
 from router.control.drain import Drainer, RouterDrainer
+from router.control.leases import WorkerLeases
 from router.control.probes import PERIOD_S, ActiveHealthChecks
 from router.control.role_change import RoleChanger
 from router.control.weights import WeightUpdates
@@ -38,6 +39,7 @@ class WorkerControl:
     router_drainer: RouterDrainer
     adapters: Adapters
     served: ServedAdapters
+    leases: WorkerLeases
     auditor: Auditor | None
 
 
@@ -65,6 +67,7 @@ async def open_control(
     checks = ActiveHealthChecks(fleet, links, metrics, period_s=probe_period_s)
     owner = f"router {join_address(config.grpc.host, config.grpc.port)}"
     weights = WeightUpdates(fleet, dialer, config.weights, owner, metrics.count)
+    leases = WorkerLeases(workers, served, path.generating)
     auditor = _auditor(config, path, ledger)
     async with AsyncExitStack() as stack:
         if auditor is not None:
@@ -72,6 +75,7 @@ async def open_control(
         stack.push_async_callback(weights.close)
         stack.push_async_callback(adapters.close)
         for name, run in (
+            ("leases", leases.renew_over_links),
             ("health-checks", checks.run),
             ("role-autoscaler", autoscaler.run),
             ("adapter-repair", adapters.repair),
@@ -89,6 +93,7 @@ async def open_control(
             RouterDrainer(path.peers, path.admission),
             adapters,
             served,
+            leases,
             auditor,
         )
 

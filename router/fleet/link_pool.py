@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from router.fleet.member import Member
     from router.fleet.prefix_watch import PrefixWatcher
     from router.fleet.registry import Fleet
-    from router.fleet.worker_link import Connect, Links
+    from router.fleet.worker_link import Connect, Links, Renewals
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class LinkPool:
     An async context manager. Links are open while it is entered. Its exit marks all workers
     as lost, closes the links and waits for their tasks. `suspected`: workers that may hang,
     but stay in use because they are the last ones of their models.
+
+    `renewals`: the renewals of leases that the links have received, for `WorkerLeases`.
 
     `token_gaps` returns the histogram of gaps between tokens of a model. With `watches`, the prefix
     cache of each worker is indexed.
@@ -53,7 +55,7 @@ class LinkPool:
         limits: LinkLimits = DEFAULT_LIMITS,
     ) -> None:
         self._fleet = fleet
-        self._router_id = router_id
+        self.router_id = router_id
         self._dialer = dialer
         self._connect = connect or connect_over_tcp(dialer)
         self._watches = watches
@@ -62,6 +64,7 @@ class LinkPool:
         self._links: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.suspected: set[Member] = set()
+        self.renewals: Renewals = asyncio.Queue()
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -104,9 +107,10 @@ class LinkPool:
         gaps = self._token_gaps
         return WorkerLink(
             member,
-            router_id=self._router_id,
+            router_id=self.router_id,
             connect=self._connect,
             changed=self._fleet.capacity_changed,
+            renewals=self.renewals,
             dialer=self._dialer,
             gaps=None if gaps is None else gaps(member.info.model.name),
             watches=self._watches,

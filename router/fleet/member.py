@@ -88,7 +88,8 @@ class Member:
 
     `lease_end`: end of the lease on the clock of leases; for a lost worker, the time of its loss.
     `lost_as`: state of a lost worker: LOST, LEFT or CRASH_LOOPING. `gone`: why it was lost.
-    `replaced`: instance id of the previous start. `is_outdated`: other workers of its model have
+    `replaced`: instance id of the previous start. `renewals`: the number of its last renewal, 0
+    before the first. `is_outdated`: other workers of its model have
     newer weights. `router_distance`: distance from the router (placement/topology.py). `roomier`:
     the fleet's workers that have more room than placements know; whatever frees capacity of this
     worker adds it.
@@ -101,6 +102,7 @@ class Member:
     lost_as: MemberState = MemberState.LOST
     gone: str = ""
     replaced: str = ""
+    renewals: int = 0
     is_outdated: bool = False
     router_distance: str = ""
     roomier: set[Member] = field(default_factory=set, repr=False)

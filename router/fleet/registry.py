@@ -212,7 +212,7 @@ class Fleet:
     ) -> Member | None:
         """Extend a lease and return the worker. Return None if this instance is unknown and must
         register. A `load`, `kv` or `account` of None keeps the last report."""
-        member = self._current(worker_id, instance_id)
+        member = self.current(worker_id, instance_id)
         if member is None:
             return None
         before, report = member.state, member.reported
@@ -258,7 +258,7 @@ class Fleet:
     def deregister(self, worker_id: str, instance_id: str, *, failure: str = "") -> Member | None:
         """Remove a worker that stops, or is lost because of `failure`, and return it. Return None
         for an unknown worker."""
-        member = self._current(worker_id, instance_id)
+        member = self.current(worker_id, instance_id)
         if member is not None:
             self._lose(member, failure or "it left")
             if not failure:
@@ -316,7 +316,8 @@ class Fleet:
             if not member.lost:
                 self._lose(member, "the router is closing")
 
-    def _current(self, worker_id: str, instance_id: str) -> Member | None:
+    def current(self, worker_id: str, instance_id: str) -> Member | None:
+        """Return the worker if this instance of it is registered and not lost."""
         member = self.members.get(worker_id)
         if member is None or member.lost or member.info.instance_id != instance_id:
             return None

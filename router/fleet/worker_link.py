@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from msgspec import structs
@@ -36,7 +37,7 @@ from pdserve.wire import moments_from_pb
 from router.fleet.health import StallDetector
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from pdserve.net.rpc import Dialer
     from pdserve.observe.metrics import Histogram
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     Connect = Callable[[WorkerInfo, Callable[[], asyncio.Protocol]], Awaitable[object]]
     Links = Mapping[Member, "WorkerLink"]  # of all workers that are not lost
+    Renewals = asyncio.Queue[tuple[Member, w.RenewRequest]]
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,11 @@ def connect_over_tcp(dialer: rpc.Dialer) -> Connect:
     return connect
 
 
+def _hello(router_id: str, instance_id: str, dialer: Dialer) -> w.Hello:
+    token = "\n".join(dialer.tokens)  # read again for each connection: they may be replaced
+    return w.Hello(router_id=router_id, instance_id=instance_id, token=token)
+
+
 class WorkerLink:
     """Link to one worker: a TCP connection, opened again when it breaks. Writes the worker's
     reports to `member`. State: the open requests by stream id. Owns one task, which `close`
@@ -124,21 +131,24 @@ class WorkerLink:
         router_id: str,
         connect: Connect,
         changed: Callable[[], None],
+        renewals: Renewals,
         dialer: Dialer = PLAIN,
         gaps: Histogram | None = None,
         watches: PrefixWatcher | None = None,
         limits: LinkLimits = DEFAULT_LIMITS,
     ) -> None:
         """`changed` is called when the link is up or down, and when the worker has more room.
-        `gaps` observes, for each token, the time since the previous frame with tokens. `watches`
-        indexes the worker's prefix cache."""
+        `renewals` gets the worker's renewals of its lease, which `acknowledge` answers. `gaps`
+        observes, for each token, the time since the previous frame with tokens. `watches` indexes
+        the worker's prefix cache."""
         self._member = member
         self._changed = changed
         self._watches = watches
         self._gaps = _TokenGaps(gaps)
         self._limits = limits
-        self._router_id, self._dialer = router_id, dialer
+        self._hello = partial(_hello, router_id, member.info.instance_id, dialer)
         self._connect = connect
+        self._renewals = renewals
         self._streams: dict[int, tuple[StreamReceiver[Any], Any]] = {}
         self._last_stream_id = 0
         self._connection: _Connection | None = None
@@ -212,6 +222,11 @@ class WorkerLink:
                     return await pong
             except (PdserveError, TimeoutError):
                 return False
+
+    def acknowledge(self, renewed: w.RenewResponse) -> None:
+        """Answer a renewal of the lease. A worker that cannot be reached gets no answer."""
+        with suppress(PdserveError):
+            self._send(w.Command(renewed=renewed))
 
     def cancel(self, stream_id: int, reason: str = "", *, ended: bool = False) -> None:
         """Stop a request. Its receiver gets no more calls. `reason` says why its work is wasted.
@@ -309,12 +324,7 @@ class WorkerLink:
     async def _run(self) -> None:
         name, pauses = f"worker {self._member.worker_id}", self._pauses()
         while True:
-            hello = w.Hello(
-                router_id=self._router_id,
-                instance_id=self._member.info.instance_id,
-                token="\n".join(self._dialer.tokens),
-            )
-            connection = _Connection(hello, self._on_frame)
+            connection = _Connection(self._hello(), self._on_frame)
             try:
                 async with asyncio.timeout(self._limits.attach_timeout_s):
                     await self._connect(self._member.info, lambda connection=connection: connection)  # type: ignore[misc]
@@ -367,10 +377,18 @@ class WorkerLink:
             self._watches.apply(member, frame.cache)
         if frame.pong:
             connection.pong(frame.pong)
+        if frame.HasField("renewal"):
+            self._on_renewal(frame.renewal)
         if frame.HasField("tokens"):
             self._on_tokens(frame.tokens, connection.loop.time())
+        if frame.deltas:
+            self._on_deltas(frame.deltas)
+        if not self._streams:
+            self._gaps.reset()
+
+    def _on_deltas(self, deltas: Sequence[w.StreamDelta]) -> None:
         streams = self._streams
-        for message in frame.deltas:
+        for message in deltas:
             known = streams.get(message.stream_id)
             if known is None:
                 continue
@@ -379,8 +397,12 @@ class WorkerLink:
             if delta.finish_reason is not None:
                 del streams[message.stream_id]
             self._deliver(message.stream_id, receiver, stream, delta)
-        if not streams:
-            self._gaps.reset()
+
+    def _on_renewal(self, renewal: w.RenewRequest) -> None:
+        info = self._member.info
+        if (renewal.worker_id, renewal.instance_id) != (info.worker_id, info.instance_id):
+            raise InvalidRequest("it is of another worker", field="renewal")
+        self._renewals.put_nowait((self._member, renewal))
 
     def _on_tokens(self, tokens: w.PlainTokens, now: float) -> None:
         # Read each list once: every access to a field of a message creates an object.

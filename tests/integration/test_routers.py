@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 from contextlib import AsyncExitStack, chdir
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,9 @@ from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_f
 from pdserve.net import rpc
 from pdserve.types import FinishReason, SamplingParams
 from pdserve.v1 import generation_pb2 as g
+from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.generation_pb2_grpc import GenerationStub
+from router.api.admin import RegistryService
 from router.main import RouterServer
 from tests.support.cluster import (
     LEASE_S,
@@ -38,6 +41,7 @@ from tests.support.commands import run_cli
 from tests.support.processes import router_process, until_workers, worker_process
 from tests.support.timeouts import wait_until
 from workers.fake.settings import FakeFaults
+from workers.link import registration
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -235,6 +239,45 @@ async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
             assert (await theirs).token_ids[0] == expected
             cluster.workers["decode-0"].routers.renew()  # no test waits for a renewal
             assert (await ours).token_ids == expected
+
+
+class TestLeases:
+    async def test_workers_with_a_link_renew_without_calls(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        called: list[str] = []
+        renew = RegistryService.Renew
+
+        async def count(service: RegistryService, request: w.RenewRequest, context: Any) -> Any:
+            called.append(request.worker_id)
+            return await renew(service, request, context)
+
+        monkeypatch.setattr(RegistryService, "Renew", count)
+        monkeypatch.setattr(registration, "_RPC_S", WAIT_S)
+        async with Cluster(prefill=1, decode=1) as cluster:
+            members = cluster.router.fleet.members
+            before = {name: member.renewals for name, member in members.items()}
+            called.clear()
+            for worker in cluster.workers.values():
+                await worker.routers.renewed()
+            assert called == []
+            assert all(members[name].renewals > number for name, number in before.items())
+
+    async def test_a_silent_worker_is_lost_and_returns(self) -> None:
+        async with (
+            Cluster(aggregated=1, router={"lease_s": 1.0}) as cluster,
+            worker_process(worker_id="other", routers=f"[{cluster.grpc}]") as other,
+        ):
+            members = cluster.router.fleet.members
+
+            async def until(state: str) -> None:
+                await wait_until(lambda: "other" in members and members["other"].state == state)
+
+            await until("ready")
+            other.process.send_signal(signal.SIGSTOP)
+            await until("lost")
+            other.process.send_signal(signal.SIGCONT)
+            await until("ready")
 
 
 class TestResume:

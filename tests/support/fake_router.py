@@ -46,9 +46,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 @dataclass(slots=True)
 class FakeRegistry(RegistryServicer):
     """A registry that records calls. `refusal`, `forget` and `failure` select its replies;
-    `answers` is set if renewals are answered."""
+    `answers` is set if renewals are answered. `router_id`: of the link that takes renewals, "" as
+    in older versions."""
 
     lease_s: float = 30.0
+    router_id: str = ""
     refusal: str = ""
     status: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION
     refused: int = 0
@@ -74,7 +76,7 @@ class FakeRegistry(RegistryServicer):
         self.registered.append(request.worker)
         self.forget = False
         self.changed.set()
-        return w.RegisterResponse(lease_s=self.lease_s)
+        return w.RegisterResponse(lease_s=self.lease_s, router_id=self.router_id)
 
     async def Renew(  # noqa: N802
         self, request: w.RenewRequest, context: Context
@@ -176,10 +178,17 @@ def deltas_of(frame: w.StepFrame) -> list[StreamDelta]:
 
 
 class FakeRouter(asyncio.Protocol):
-    """A router's end of one session. State: the deltas of each stream, and the end of the session:
-    the error that closed it, or None."""
+    """A router's end of one session. State: the deltas of each stream, the renewals of the lease,
+    which it acknowledges unless it `is_mute`, and the end of the session: the error that closed it,
+    or None."""
 
-    def __init__(self, server: WorkerServer | w.WorkerInfo, router_id: str = "router-1") -> None:
+    def __init__(
+        self,
+        server: WorkerServer | w.WorkerInfo,
+        router_id: str = "router-1",
+        *,
+        is_mute: bool = False,
+    ) -> None:
         info = server.info if isinstance(server, WorkerServer) else server
         self.address, self.instance_id, self.session_address = (
             info.address,
@@ -189,6 +198,8 @@ class FakeRouter(asyncio.Protocol):
         self.router_id = router_id
         self.frames: list[w.StepFrame] = []
         self.deltas: dict[int, list[StreamDelta]] = {}
+        self.renewals: list[w.RenewRequest] = []
+        self._is_mute = is_mute
         self.ended: asyncio.Future[ErrorInfo | None]
         self._parser = framing.FrameParser(w.StepFrame)
         self._changed = asyncio.Event()
@@ -219,6 +230,11 @@ class FakeRouter(asyncio.Protocol):
             self.frames.append(frame)
             for delta in deltas_of(frame):
                 self.deltas.setdefault(delta.stream_id, []).append(delta)
+            if frame.HasField("renewal"):
+                self.renewals.append(frame.renewal)
+                if not self._is_mute:
+                    renewed = w.RenewResponse(lease_s=3000.0, number=frame.renewal.number)
+                    self.transport.write(framing.pack(w.Command(renewed=renewed)))
         self._changed.set()
 
     def connection_lost(self, exc: Exception | None) -> None:

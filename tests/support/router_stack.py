@@ -139,6 +139,7 @@ class ScriptedWorker(WorkerServicer):
         self.ended = asyncio.Event()
         self._submits: asyncio.Queue[w.Submit] = asyncio.Queue()
         self._cancels: asyncio.Queue[int] = asyncio.Queue()
+        self.renewed: asyncio.Queue[w.RenewResponse] = asyncio.Queue()
         self._session: _ScriptedSession | None = None
 
     @asynccontextmanager
@@ -201,6 +202,8 @@ class ScriptedWorker(WorkerServicer):
             self.pinged.set()
             if self.answers_pings:
                 self.send_frame(w.StepFrame(pong=command.ping))
+        elif command.HasField("renewed"):
+            self.renewed.put_nowait(command.renewed)
         else:
             self.open.pop(command.cancel.stream_id, None)
             self._cancels.put_nowait(command.cancel.stream_id)

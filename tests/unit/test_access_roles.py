@@ -280,6 +280,7 @@ async def test_without_certificates_a_shared_token_does_the_same(tmp_path: Path)
         )
         intruder.routers = Registrations(
             (router,),
+            intruder.links,
             dialer=dialer(AccessConfig(worker_token_file=str(other))),
             timing=RegistrationTiming(refused_token_s=0.0),
         )

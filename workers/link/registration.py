@@ -4,6 +4,9 @@ register ──► renew every third of the lease ──► register again if th
    └─ refused: fatal, unless         └─ router away: retry, with growing pauses
       another router has accepted; our token refused: fatal after `refused_token_s`
 
+Registrations are calls of gRPC. Renewals are frames of the link that the router has opened; calls
+only if it has none or acknowledges none there, as routers of older versions.
+
 The set of routers may change if it is looked up by name or in a file (pdserve/net/discovery.py).
 The worker registers with a new router. A router that is no longer listed may still stream answers
 of this worker, so the worker stays registered until the router stops answering, at most for
@@ -13,6 +16,7 @@ of this worker, so the worker stays registered until the router stops answering,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
     from pdserve.types import Account, Role, WorkerInfo
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
+    from workers.link.router_link import OpenLinks
     from workers.link.worker_state import WorkerState
     from workers.metering.worker_account import WorkerAccount
 
@@ -75,12 +80,15 @@ _TIMING = RegistrationTiming()
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """The worker at one router. `known`: the info that this router has acknowledged. `answered`:
-    set when the next call to the router has ended, or there will be none. `unlisted_since`: loop
-    time since which the router is not listed."""
+    """The worker at one router. `known`: the info that this router has acknowledged. `router_id`:
+    of the link that takes renewals; "" for a router of an older version. `answered`: set when the
+    next call to the router has ended, or there will be none. `unlisted_since`: loop time since
+    which the router is not listed."""
 
     address: str
     known: WorkerInfo | None = None
+    router_id: str = ""
+    lease_s: float = 0.0
     is_reachable: bool = False
     unlisted_since: float | None = None
     registered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,6 +113,7 @@ class Registrations:
     def __init__(
         self,
         entries: Sequence[str],
+        links: OpenLinks,
         *,
         dialer: rpc.Dialer = rpc.PLAIN,
         timing: RegistrationTiming = _TIMING,
@@ -114,6 +123,8 @@ class Registrations:
         self.info: WorkerInfo
         self._state: Callable[[], WorkerState]
         self._account: WorkerAccount
+        self._links = links
+        self._numbers = itertools.count(1)  # of renewals
         self._dialer = dialer
         self._timing = timing
         self._discovery = Discovery(tuple(entries))
@@ -270,10 +281,10 @@ class Registrations:
         async with self._dialer.open_channel(router.address) as channel:
             stub = RegistryStub(channel)
             while True:
-                lease_s = await self._call(router, stub)
+                await self._call(router, stub)
                 router.is_reachable = True
                 self._notify()
-                await router._pause(lease_s / 3)
+                await router._pause(router.lease_s / 3)
 
     def _check_refusal(self, router: Registration, error: grpc.aio.AioRpcError) -> None:
         """Raise RegistrationRefused if a router refuses the worker and none has accepted it. After
@@ -287,31 +298,43 @@ class Registrations:
             text = f"router {router.address} refused this worker: {reason.message}"
             raise RegistrationRefused(text, field=reason.field) from error
 
-    async def _call(self, router: Registration, stub: RegistryAsyncStub) -> float:
-        """Register, or renew if the router knows this info. Return the lease in seconds."""
+    async def _call(self, router: Registration, stub: RegistryAsyncStub) -> None:
+        """Register, or renew if the router knows this info."""
         answered, router.answered = router.answered, asyncio.Event()
         try:
-            return await self._register_or_renew(router, stub)
+            if router.known is not self.info:
+                await self._register(router, stub)
+                return
+            async with router.calling:
+                with self._claimed() as account:
+                    number = next(self._numbers)
+                    renewal = renewal_to_pb(self.info, self._state(), account, number)
+                    router.lease_s = await self._renewed_lease(router, stub, renewal)
         finally:
             answered.set()
 
-    async def _register_or_renew(self, router: Registration, stub: RegistryAsyncStub) -> float:
-        info, state, metadata = self.info, self._state(), self._dialer.metadata
-        if router.known is info:
-            async with router.calling:
-                with self._claimed() as account:
-                    renewal = renewal_to_pb(info, state, account)
-                    renewed = await stub.Renew(renewal, timeout=_RPC_S, metadata=metadata)
-            return renewed.lease_s
+    async def _register(self, router: Registration, stub: RegistryAsyncStub) -> None:
+        info, metadata = self.info, self._dialer.metadata
         router.known = None
         router.registered.clear()
-        request = registration_to_pb(info, state)
+        request = registration_to_pb(info, self._state())
         reply = await stub.Register(request, timeout=_RPC_S, metadata=metadata)
-        router.known = info
+        router.known, router.lease_s, router.router_id = info, reply.lease_s, reply.router_id
         router.registered.set()
         self._was_accepted = True
         logger.info("registered with router %s", router.address)
-        return reply.lease_s
+
+    async def _renewed_lease(
+        self, router: Registration, stub: RegistryAsyncStub, renewal: w.RenewRequest
+    ) -> float:
+        """Renew over the link, or else by a call. Return the lease in seconds."""
+        if (link := self._links.of_router(router.router_id)) is not None:
+            # Early enough that the call is in time if other frames hold up the link.
+            lease_s = await link.renew(renewal, min(_RPC_S, router.lease_s / 3))
+            if lease_s is not None:
+                return lease_s
+        renewed = await stub.Renew(renewal, timeout=_RPC_S, metadata=self._dialer.metadata)
+        return renewed.lease_s
 
     @contextmanager
     def _claimed(self) -> Iterator[Account]:

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pdserve import wire
@@ -78,6 +78,10 @@ class OpenLinks:
         self._links.add(link)
         return next(self._numbers)
 
+    def of_router(self, router_id: str) -> RouterLink | None:
+        """Return the link that a router uses. None if it has none."""
+        return next((x for x in self._links if x.router_id == router_id and x.is_open), None)
+
     def remove(self, link: RouterLink) -> None:
         self._links.discard(link)
 
@@ -97,11 +101,13 @@ class OpenLinks:
 @dataclass(slots=True)
 class ReportedToRouter:
     """What a router knows of this worker: the load sent last, and when step costs were. It gets
-    each change of the prefix cache if it `watches_cache`."""
+    each change of the prefix cache if it `watches_cache`. `renewals`: those it has not acknowledged
+    yet, by number; each gets the lease in seconds."""
 
     load: WorkerLoad | None = None
     steps_at: float = -math.inf
     watches_cache: bool = False
+    renewals: dict[int, asyncio.Future[float]] = field(default_factory=dict)
 
 
 class RouterLink(asyncio.Protocol):
@@ -179,6 +185,8 @@ class RouterLink(asyncio.Protocol):
                 self._commands.watch_cache(self)
             case "ping":
                 self.send(w.StepFrame(pong=command.ping))
+            case "renewed":
+                self._on_renewed(command.renewed)
             case _:
                 raise InvalidRequest(f"unexpected command {kind}", field="command")
 
@@ -201,6 +209,30 @@ class RouterLink(asyncio.Protocol):
         self._parser.limit = framing.MAX_FRAME_BYTES
         self._beat_in(BEAT_S)
         self._commands.attach(self)
+
+    def _on_renewed(self, renewed: w.RenewResponse) -> None:
+        renewal = self.reported.renewals.get(renewed.number)
+        # One that is not known or done came too late.
+        if renewal is not None and not renewal.done():
+            renewal.set_result(renewed.lease_s)
+
+    @property
+    def is_open(self) -> bool:
+        """True if a router has sent its hello and the link is not about to close."""
+        return bool(self.router_id) and not self._transport.is_closing()
+
+    async def renew(self, renewal: w.RenewRequest, within_s: float) -> float | None:
+        """Renew the lease. Return its seconds, or None if the router does not acknowledge it
+        `within_s`, or the link ends."""
+        renewals, number = self.reported.renewals, renewal.number
+        renewals[number] = lease_s = self._loop.create_future()
+        try:
+            self.send(w.StepFrame(renewal=renewal))
+            ends = asyncio.FIRST_COMPLETED
+            await asyncio.wait([lease_s, self.closed], timeout=within_s, return_when=ends)
+            return lease_s.result() if lease_s.done() else None
+        finally:
+            del renewals[number]
 
     def send(self, frame: w.StepFrame) -> None:
         """Send a frame. Does nothing after the connection has closed."""

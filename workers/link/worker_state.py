@@ -31,7 +31,10 @@ class WorkerState:
     updating: str = ""
 
 
-def renewal_to_pb(info: WorkerInfo, state: WorkerState, account: Account) -> w.RenewRequest:
+def renewal_to_pb(
+    info: WorkerInfo, state: WorkerState, account: Account, number: int
+) -> w.RenewRequest:
+    """`number`: grows with each renewal of this worker."""
     return w.RenewRequest(
         worker_id=info.worker_id,
         instance_id=info.instance_id,
@@ -45,6 +48,7 @@ def renewal_to_pb(info: WorkerInfo, state: WorkerState, account: Account) -> w.R
         account=wire.account_to_pb(account),
         weights=wire.weights_to_pb(state.weights),
         updating=state.updating,
+        number=number,
     )
 
 

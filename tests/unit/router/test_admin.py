@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import pytest
 
 from pdserve import wire
+from pdserve.background import background
 from pdserve.config import QueueConfig, RouterConfig, SloConfig
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.net import rpc
@@ -21,6 +22,7 @@ from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_ser
 from router.api.admin import RegistryService
 from router.control.adapters import ServedAdapters
 from router.control.autoscaler import Autoscaler, Loads
+from router.control.leases import WorkerLeases
 from router.control.role_change import RoleChanger
 from router.fleet.billing import Billing
 from router.fleet.link_pool import LinkPool
@@ -29,7 +31,7 @@ from router.fleet.open import OpenedFleet
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
 from router.request_path import build_request_path
-from tests.support.router_stack import MODEL, ScriptedWorker, worker_info
+from tests.support.router_stack import MODEL, Clock, ScriptedWorker, worker_info
 from tests.support.timeouts import WAIT_S
 
 if TYPE_CHECKING:
@@ -53,11 +55,16 @@ async def registry(
     autoscaler = Autoscaler(fleet, path.costs, path.admission, changer, config.roles)
     autoscaler.loads |= LOADS
     remarks = [("m", "no parser fits")]
-    service = RegistryService(path, autoscaler, ServedAdapters(), lambda: remarks)
+    leases = WorkerLeases(workers, ServedAdapters(), path.generating)
+    service = RegistryService(path, autoscaler, leases, lambda: remarks)
     add_RegistryServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with link_pool, rpc.open_channel(f"127.0.0.1:{port}") as channel:
+    async with (
+        link_pool,
+        background("leases", leases.renew_over_links),
+        rpc.open_channel(f"127.0.0.1:{port}") as channel,
+    ):
         yield RegistryStub(channel)
     await server.stop(None)
 
@@ -66,13 +73,24 @@ def register(worker: ScriptedWorker) -> w.RegisterRequest:
     return w.RegisterRequest(worker=wire.worker_to_pb(worker.info))
 
 
+async def until_ready(fleet: Fleet) -> None:
+    while fleet.members["p"].state != "ready":
+        assert await fleet.capacity_change(until=asyncio.get_running_loop().time() + WAIT_S)
+
+
+def renewal(number: int, worker_id: str = "p", **values: Any) -> w.StepFrame:
+    values |= {"worker_id": worker_id, "instance_id": "e1", "number": number}
+    return w.StepFrame(renewal=w.RenewRequest(**values))
+
+
 async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
     worker = ScriptedWorker("p", Role.PREFILL)
     fleet = Fleet(lease_s=5.0, clock=lambda: 0.0)
     async with worker.serving(), registry(fleet) as stub:
-        assert (await stub.Register(register(worker))).lease_s == 5.0
-        while fleet.members["p"].state != "ready":
-            assert await fleet.capacity_change(until=asyncio.get_running_loop().time() + WAIT_S)
+        assert await stub.Register(register(worker)) == w.RegisterResponse(
+            lease_s=5.0, router_id="router-1"
+        )
+        await until_ready(fleet)
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
         assert not entry.HasField("load"), "an unknown load is not zeros"
         assert entry.state == "ready"
@@ -108,6 +126,42 @@ async def test_reported_time_is_counted_and_open_work_of_a_replaced_worker_is_wa
     }
     labels = 'kind="{}",model="demo",reason="{}",role="prefill"}} {}'
     assert counted == {labels.format("idle", "", 15.0), labels.format("waste", "worker_lost", 3.0)}
+
+
+async def test_a_worker_renews_over_its_link() -> None:
+    worker, clock = ScriptedWorker("p", Role.PREFILL), Clock()
+    fleet = Fleet(lease_s=5.0, clock=clock)
+    async with worker.serving(), registry(fleet) as stub, asyncio.timeout(WAIT_S):
+        await stub.Register(register(worker))
+        await until_ready(fleet)
+        clock.now = 0.1
+        worker.send_frame(renewal(1, load=wire.load_to_pb(LOAD), draining=True))
+        assert await worker.renewed.get() == w.RenewResponse(lease_s=5.0, number=1)
+        member = fleet.members["p"]
+        assert (member.state, member.reported.load, member.lease_end) == ("draining", LOAD, 5.1)
+        worker.send_frame(renewal(2, kv=w.KvReport(totals={"not a name": 1.0})))
+        worker.send_frame(renewal(3))
+        assert (await worker.renewed.get()).number == 3, "a bad one is not acknowledged"
+        assert worker.hellos == 1
+        worker.send_frame(renewal(4, worker_id="q"))
+        await worker.ended.wait()
+
+
+async def test_a_renewal_that_comes_twice_or_late_changes_nothing() -> None:
+    """The worker has repeated it by a call, because its link was slow."""
+    worker, metrics = ScriptedWorker("p", Role.PREFILL), RouterMetrics(SloConfig())
+    fleet, account = Fleet(), wire.account_to_pb(Account({IDLE: 5.0}, {}, open_s=0.0, busy_s=9.0))
+    late, frame = renewal(1, account=account), renewal(2, account=account, draining=True)
+    async with worker.serving(), registry(fleet, metrics=metrics) as stub, asyncio.timeout(WAIT_S):
+        await stub.Register(register(worker))
+        await until_ready(fleet)
+        await stub.Renew(frame.renewal)
+        for each in (late, frame):
+            worker.send_frame(each)
+            assert (await worker.renewed.get()).number == each.renewal.number
+        assert fleet.members["p"].state == "draining"
+        text = metrics.render()[0].decode()
+    assert 'kind="idle",model="demo",reason="",role="prefill"} 5.0' in text
 
 
 async def test_the_needs_of_each_role_are_listed() -> None:

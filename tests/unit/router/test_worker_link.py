@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,9 @@ from pdserve.v1 import worker_pb2 as w
 from router.fleet.member import Member
 from router.fleet.worker_link import LinkLimits, WorkerLink, connect_over_tcp
 from tests.support.router_stack import FAST_RECONNECTS, WAIT_S, ScriptedWorker
+
+if TYPE_CHECKING:
+    from router.fleet.worker_link import Renewals
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
 
@@ -69,6 +72,7 @@ class Attached:
     def __init__(self, worker: ScriptedWorker, limits: LinkLimits = FAST_RECONNECTS) -> None:
         self.worker, self._limits = worker, limits
         self.states: asyncio.Queue[bool] = asyncio.Queue()
+        self.renewals: Renewals = asyncio.Queue()
         self._serving = worker.serving()
 
     async def __aenter__(self) -> Attached:
@@ -79,6 +83,7 @@ class Attached:
             router_id="router-1",
             connect=connect_over_tcp(rpc.PLAIN),
             changed=lambda: self.states.put_nowait(self.member.attached),
+            renewals=self.renewals,
             limits=self._limits,
         )
         self.link.start()

@@ -19,6 +19,7 @@ from pdserve.security.tls import dialer
 from pdserve.types import EngineLimits, KvLedger, KvReport, ModelInfo, Role, WorkerInfo, WorkerLoad
 from tests.support.fake_router import WAIT_S, FakeRegistry
 from workers.link.registration import RegistrationRefused, Registrations, RegistrationTiming
+from workers.link.router_link import OpenLinks
 from workers.link.worker_state import WorkerState
 from workers.metering.worker_account import BusyTime, WorkerAccount
 
@@ -59,7 +60,7 @@ async def begin(
 ) -> Registrations:
     timing = {"look_up_s": 0.01, "max_pause_s": 0.1, **timing}
     registrations = Registrations(
-        addresses, dialer=worker.dialer, timing=RegistrationTiming(**timing)
+        addresses, OpenLinks(), dialer=worker.dialer, timing=RegistrationTiming(**timing)
     )
     stack.push_async_callback(registrations.stop)
     registrations.start(INFO, lambda: worker.state, WorkerAccount(BusyTime(), 0.0))

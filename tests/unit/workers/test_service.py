@@ -38,8 +38,9 @@ from workers.control.worker_intake import RoleChangeState, WorkerIntake
 from workers.fake.engine import FakeEngine
 from workers.fake.render import IMAGE_TOKEN
 from workers.fake.settings import FakeFaults, FakeSettings
+from workers.link import registration
 from workers.link.registration import Registrations
-from workers.link.router_link import MAX_STRANGERS
+from workers.link.router_link import MAX_STRANGERS, OpenLinks
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
@@ -222,6 +223,52 @@ class TestRefusals:
             assert (await router.finish(2))[-1].error is None
 
 
+class TestRenewals:
+    @pytest.fixture(autouse=True)
+    def _router_is_never_slow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(registration, "_RPC_S", WAIT_S)
+
+    async def test_the_link_of_the_router_takes_renewals_and_calls_those_without_a_link(
+        self,
+    ) -> None:
+        registry = FakeRegistry(lease_s=3000.0, router_id="router-1")
+        async with running_worker(registry=registry) as server:
+            await server.routers.renewed()
+            async with FakeRouter(server, "another"), FakeRouter(server) as router:
+                calls = len(registry.renewals)
+                server.readiness.set_unhealthy("hot")
+                await server.routers.renewed()
+                await router.until(lambda: router.renewals)
+                assert router.renewals[-1].unhealthy == "hot"
+                assert router.renewals[-1].worker_id == server.info.worker_id
+                assert len(registry.renewals) == calls > 0
+            await registry.until(lambda: registry.renewals[-1].number > router.renewals[-1].number)
+
+    @pytest.mark.parametrize("lease_s", [0.2, 3000.0], ids=["mute", "closed"])
+    async def test_a_renewal_without_an_acknowledgement_is_repeated_by_a_call(
+        self, lease_s: float
+    ) -> None:
+        """The router's link says nothing, or it ends."""
+        registry = FakeRegistry(lease_s=lease_s, router_id="router-1")
+        async with running_worker(registry=registry) as server:
+            router = await FakeRouter(server, is_mute=True).__aenter__()
+            server.routers.renew()
+            await router.until(lambda: router.renewals)
+            if lease_s > 1.0:
+                await router.close()
+            number = router.renewals[0].number
+            await registry.until(lambda: number in [x.number for x in registry.renewals])
+            if lease_s < 1.0:
+                await router.close()
+
+    async def test_a_router_of_an_older_version_gets_calls(self) -> None:
+        registry = FakeRegistry(lease_s=3000.0)
+        async with running_worker(registry=registry) as server, FakeRouter(server) as router:
+            await server.routers.renewed()
+            assert registry.renewals
+            assert not router.renewals
+
+
 class TestStatusAndDrain:
     async def test_drain_lets_streams_end_and_refuses_those_of_routers_that_know(self) -> None:
         registry, step = FakeRegistry(), FakeSettings(step_s=0.002)
@@ -332,7 +379,7 @@ class TestCancels:
 async def prefill() -> AsyncIterator[tuple[WorkerIntake, DrainManager]]:
     intake = WorkerIntake(Role.PREFILL)
     worker = WorkerService(fake_engine("e"), intake)
-    drains = DrainManager(intake, worker, Registrations(()))
+    drains = DrainManager(intake, worker, Registrations((), OpenLinks()))
     await worker.start()
     yield intake, drains
     drains.close()
