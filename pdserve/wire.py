@@ -67,19 +67,23 @@ def quiesce_mode(name: str) -> t.QuiesceMode:
     return t.QuiesceMode(name)
 
 
-def prompt_command(token_ids: Sequence[int]) -> bytes:
-    """Return the bytes of a submit command that has only a prompt. Appended to another submit
-    command they set its prompt, because protobuf merges the two."""
+def set_prompt(submit: w.Submit, token_ids: Sequence[int]) -> bytes:
+    """Set the prompt of a submit command. Return bytes to append to those of the command: they set
+    the prompt, because protobuf merges the two. Empty if the message has it."""
     if not isinstance(token_ids, TokenIds):
-        return w.Command(submit=w.Submit(prompt_token_ids=token_ids)).SerializeToString()
+        submit.prompt_token_ids.extend(token_ids)
+        return b""
     prompt = _field(w.Submit.PROMPT_TOKEN_IDS_FIELD_NUMBER, token_ids.varints)
     return _field(w.Command.SUBMIT_FIELD_NUMBER, prompt)
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """Return a protobuf field of bytes."""
-    begin = TokenIds.of((number << 3 | 2, len(content)))
-    return begin.varints + content
+    """Return a protobuf field of bytes, with a number below 16."""
+    begin, rest = [number << 3 | 2], len(content)
+    while rest > 0x7F:
+        begin.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return bytes((*begin, rest)) + content
 
 
 def finish_to_pb(reason: t.FinishReason | None) -> c.FinishReason:
@@ -150,7 +154,8 @@ def _codec(
 
 
 _TUPLE = (tuple, tuple)
-_MAP = (dict, dict)
+# Most maps are empty, and to copy one takes a microsecond.
+_MAP = (dict, lambda x: dict(x) if x else {})
 _LOGPROB = _codec(t.TokenLogprob, c.TokenLogprob)
 _LOGPROBS = (lambda xs: map(_LOGPROB[0], xs), lambda xs: tuple(map(_LOGPROB[1], xs)))
 _position_to_pb, _position_from_pb = _codec(
@@ -162,8 +167,8 @@ def logprobs_to_pb(values: Iterable[t.PositionLogprobs]) -> list[c.PositionLogpr
     return list(map(_position_to_pb, values))
 
 
-def logprobs_from_pb(messages: Iterable[c.PositionLogprobs]) -> tuple[t.PositionLogprobs, ...]:
-    return tuple(map(_position_from_pb, messages))
+def logprobs_from_pb(messages: Sequence[c.PositionLogprobs]) -> tuple[t.PositionLogprobs, ...]:
+    return tuple(map(_position_from_pb, messages)) if messages else ()
 
 
 usage_to_pb, usage_from_pb = _codec(t.Usage, c.Usage)
@@ -191,7 +196,7 @@ receipt_to_pb, receipt_from_pb = _codec(
 load_to_pb, load_from_pb = _codec(t.WorkerLoad, w.WorkerLoad, retentions_ended=_MAP)
 _error_to_pb, error_from_pb = _ERROR = _codec(ErrorInfo, c.Error)
 _TRANSFER = _codec(t.TransferReport, w.TransferReport)
-_REPORT = _codec(
+_, _report_from_pb = _REPORT = _codec(
     t.PhaseReport,
     w.PhaseReport,
     optional=("transfer", "energy_j"),
@@ -199,10 +204,9 @@ _REPORT = _codec(
     energy_j=_FLOAT,
 )
 experts_to_pb, experts_from_pb = _EXPERTS = _codec(t.RoutedExperts, c.RoutedExperts)
-delta_to_pb, _delta_from_pb = _codec(
+delta_to_pb, _ = _codec(
     t.StreamDelta,
     w.StreamDelta,
-    optional=("report", "error", "routed_experts"),
     routed_experts=_EXPERTS,
     token_ids=_TUPLE,
     logprobs=(logprobs_to_pb, logprobs_from_pb),
@@ -253,14 +257,21 @@ def error_to_pb(error: PdserveError | ErrorInfo) -> c.Error:
 
 
 def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
-    if message.finish_reason:
-        return _delta_from_pb(message)
-    # Only the last delta has the other fields, so they are not read for each token.
+    # Written out, because a router reads two for each request, and a codec takes twice as long.
     logprobs = logprobs_from_pb(message.logprobs)
     delta = t.StreamDelta(message.stream_id, tuple(message.token_ids), message.text, logprobs)
     delta.prompt_logprobs = logprobs_from_pb(message.prompt_logprobs)
     if message.HasField("routed_experts"):
         delta.routed_experts = experts_from_pb(message.routed_experts)
+    if message.finish_reason:  # only the last delta has the other fields
+        delta.finish_reason = finish_from_pb(message.finish_reason)
+        if message.HasField("stop_reason"):
+            delta.stop_reason = stop_reason_from_pb(message.stop_reason)
+        if message.HasField("report"):
+            delta.report = _report_from_pb(message.report)
+        if message.HasField("error"):
+            delta.error = error_from_pb(message.error)
+        delta.exported_tokens, delta.embedding = message.exported_tokens, message.embedding
     return delta
 
 
@@ -319,8 +330,9 @@ def _check_amounts(amounts: Mapping[str, float], field: str) -> None:
 def kv_report_from_pb(message: w.KvReport) -> t.KvReport:
     """Return the report in `message`. Raises InvalidRequest for totals below 0 and for invalid
     metric names."""
-    _check_amounts(message.totals, "kv.totals")
-    return _kv_report_from_pb(message)
+    report = _kv_report_from_pb(message)
+    _check_amounts(report.totals, "kv.totals")
+    return report
 
 
 account_to_pb, _account_from_pb = _codec(t.Account, w.Account, seconds=_MAP, energy_j=_MAP)
@@ -329,10 +341,11 @@ account_to_pb, _account_from_pb = _codec(t.Account, w.Account, seconds=_MAP, ene
 def account_from_pb(message: w.Account) -> t.Account:
     """Return the account in `message`. Raises InvalidRequest for amounts below 0 and for kinds that
     are invalid label values."""
-    _check_amounts({"open_s": message.open_s, "busy_s": message.busy_s}, "account")
-    _check_amounts(message.seconds, "account.seconds")
-    _check_amounts(message.energy_j, "account.energy_j")
-    return _account_from_pb(message)
+    account = _account_from_pb(message)
+    _check_amounts({"open_s": account.open_s, "busy_s": account.busy_s}, "account")
+    _check_amounts(account.seconds, "account.seconds")
+    _check_amounts(account.energy_j, "account.energy_j")
+    return account
 
 
 def stages_to_pb(stages: Iterable[Iterable[int]]) -> list[w.StageLayers]:

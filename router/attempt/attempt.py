@@ -219,8 +219,8 @@ class Attempt:
         submit = command.submit
         submit.weights_sequence, submit.weights_digest = stream.weights.identity
         storage, topology = self._request.storage, stream.member.info.topology
-        command.submit.no_tiers = not may_hold(storage, topology)
-        prompt = wire.prompt_command(self._request.prompt_token_ids)
+        submit.no_tiers = not may_hold(storage, topology)
+        prompt = wire.set_prompt(submit, self._request.prompt_token_ids)
         try:
             stream.stream_id = self._links[stream.member].submit(command, self, stream, prompt)
         except PdserveError as error:

@@ -147,7 +147,8 @@ def _build(request: GenerateRequest, command: w.Command, inputs: SubmitInputs) -
 def complete(submit: w.Submit, request: GenerateRequest, inputs: SubmitInputs) -> None:
     """Set all fields but the prompt and the phase."""
     submit.request_id = request.request_id
-    submit.resume_token_ids.extend(inputs.tokens)
+    if inputs.tokens:
+        submit.resume_token_ids.extend(inputs.tokens)
     submit.traceparent = request.traceparent
     submit.adapter = request.adapter_key
     submit.cache_salt = request.cache_salt
@@ -155,7 +156,8 @@ def complete(submit: w.Submit, request: GenerateRequest, inputs: SubmitInputs) -
         submit.reasoning_gate.parser = gate.parser
         submit.reasoning_gate.kwargs_json = gate.kwargs_json
     submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
-    submit.media.extend(map(wire.media_to_pb, inputs.media))
+    if inputs.media:
+        submit.media.extend(map(wire.media_to_pb, inputs.media))
 
 
 def _build_prefill(request: GenerateRequest, command: w.Command, inputs: SubmitInputs) -> w.Command:

@@ -183,7 +183,7 @@ class WorkerLink:
         prompt: bytes = b"",
     ) -> int:
         """Send a submit command under a new stream id and return the id. `receiver` gets the deltas
-        of `stream`. `prompt`: result of `wire.prompt_command`.
+        of `stream`. `prompt`: result of `wire.set_prompt`.
 
         Raises WorkerFailed if the connection is down, Overloaded if the worker does not read.
         """
@@ -487,7 +487,7 @@ class _Connection(asyncio.Protocol):
         _settle(self.welcomed, None)
 
     def send(self, command: w.Command, prompt: bytes = b"") -> None:
-        """Send a command, with the prompt of `wire.prompt_command` if it has one. All commands of
+        """Send a command, with the result of `wire.set_prompt` if it has a prompt. All commands of
         one event loop iteration are one write, because a write costs a system call."""
         self._outgoing.append(framing.pack(command, prompt))
         self._outgoing_bytes += (size := len(self._outgoing[-1]))

@@ -36,17 +36,20 @@ def test_they_are_equal_to_a_tuple_and_have_its_parts(first: list[int], second: 
 
 def test_a_command_and_its_prompt_are_one_message() -> None:
     sampling = wire.sampling_to_pb(SamplingParams(max_tokens=2))
-    command = w.Command(submit=w.Submit(stream_id=7, sampling=sampling))
-    command.submit.prefill.transfer_id = "a"
 
-    def received(prompt: bytes) -> w.Command:
+    def made() -> w.Command:
+        phase = w.PrefillPhase(transfer_id="a")
+        return w.Command(submit=w.Submit(stream_id=7, sampling=sampling, prefill=phase))
+
+    def received(ids: Sequence[int]) -> w.Command:
+        command = made()
+        prompt = wire.set_prompt(command.submit, ids)
         (found,) = framing.FrameParser(w.Command).feed(framing.pack(command, prompt))
         return found
 
     prompts: list[Sequence[int]] = [(), (1, 127, 128, 16383, 16384), range(0, 1 << 21, 77)]
     for ids in prompts:
-        wanted = w.Command()
-        wanted.CopyFrom(command)
+        wanted = made()
         wanted.submit.prompt_token_ids.extend(ids)
-        assert received(wire.prompt_command(ids)) == wanted
-        assert received(wire.prompt_command(TokenIds.of(ids))) == wanted
+        assert received(ids) == wanted
+        assert received(TokenIds.of(ids)) == wanted
