@@ -196,15 +196,16 @@ receipt_to_pb, receipt_from_pb = _codec(
 load_to_pb, load_from_pb = _codec(t.WorkerLoad, w.WorkerLoad, retentions_ended=_MAP)
 _error_to_pb, error_from_pb = _ERROR = _codec(ErrorInfo, c.Error)
 _TRANSFER = _codec(t.TransferReport, w.TransferReport)
-_, _report_from_pb = _REPORT = _codec(
+_REPORT = _codec(
     t.PhaseReport,
     w.PhaseReport,
     optional=("transfer", "energy_j"),
     transfer=_TRANSFER,
     energy_j=_FLOAT,
 )
+_report_from_pb = _REPORT[1]
 experts_to_pb, experts_from_pb = _EXPERTS = _codec(t.RoutedExperts, c.RoutedExperts)
-delta_to_pb, _ = _codec(
+delta_to_pb = _codec(
     t.StreamDelta,
     w.StreamDelta,
     routed_experts=_EXPERTS,
@@ -215,7 +216,7 @@ delta_to_pb, _ = _codec(
     stop_reason=(stop_reason_to_pb, stop_reason_from_pb),
     report=_REPORT,
     error=_ERROR,
-)
+)[0]
 adapter_to_pb, adapter_from_pb = _codec(t.Adapter, w.Adapter)
 weights_to_pb, weights_from_pb = _codec(t.ModelWeights, w.ModelWeights)
 _ledger_to_pb, ledger_from_pb = _codec(t.KvLedger, w.KvLedger)
