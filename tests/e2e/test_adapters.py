@@ -4,7 +4,6 @@ are killed or drained. A changed adapter counts as another adapter."""
 from __future__ import annotations
 
 import asyncio
-import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,12 @@ from pdserve.errors import InvalidRequest
 from pdserve.model import prefix_hash
 from pdserve.types import SamplingParams
 from pdserve.v1 import worker_pb2 as w
+from tests.support.cluster import Cluster
 from tests.support.engine_pair import BLOCK, JoinedAnswer, joined, params, prompt
 from tests.support.engines import EngineProcess, settings
+from tests.support.started_workers import vllm
 from tests.support.timeouts import WAIT_S
 from tests.support.tiny_models import make_adapter
-from tests.support.vllm_cluster import OpenRequest, VllmCluster
 from workers.control.loaded_adapters import read_adapter
 
 if TYPE_CHECKING:
@@ -73,21 +73,20 @@ async def adapters(
     await engine.close()
 
 
-async def add(service: VllmCluster, adapters: Adapters, name: str) -> None:
+async def add(service: Cluster, adapters: Adapters, name: str) -> None:
     """Start a worker with `red` in its configuration."""
-    more = "".join(f", {key}: {value}" for key, value in LORA.items())
     await service.add(
         name,
-        adapters=f"{{red: {adapters.paths['red']}}}",
-        adapter_directories=f"[{adapters.directory}]",
-        engine_args=more,
+        adapters={"red": str(adapters.paths["red"])},
+        adapter_directories=[str(adapters.directory)],
+        engine_args=LORA,
     )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[VllmCluster]:
+async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[Cluster]:
     """Start one prefill and two decode workers, and load `blue` while they run."""
-    async with VllmCluster.start(tiny_model, policy="prefix_aware") as service:
+    async with Cluster(engine=vllm(tiny_model), router={"policy": "prefix_aware"}) as service:
         for name in ("prefill-0", "decode-0", "decode-1"):
             await add(service, adapters, name)
         await service.until_ready()
@@ -97,21 +96,21 @@ async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[VllmClu
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def service(running: VllmCluster) -> AsyncIterator[VllmCluster]:
+async def service(running: Cluster) -> AsyncIterator[Cluster]:
     yield running
     await running.until_empty()
 
 
-async def post(service: VllmCluster, path: str, body: dict[str, object]) -> tuple[int, str]:
+async def post(service: Cluster, path: str, body: dict[str, object]) -> tuple[int, str]:
     timeout = aiohttp.ClientTimeout(total=WAIT_S)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
-        session.post(f"http://{service.http}/v1/{path}", json=body) as response,
+        session.post(f"{service.url}/v1/{path}", json=body) as response,
     ):
         return response.status, await response.text()
 
 
-async def load(service: VllmCluster, name: str, path: Path, **more: object) -> tuple[int, str]:
+async def load(service: Cluster, name: str, path: Path, **more: object) -> tuple[int, str]:
     body = {"lora_name": name, "lora_path": str(path), **more}
     return await post(service, "load_lora_adapter", body)
 
@@ -121,20 +120,20 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 async def test_answers_between_those_of_the_model_are_those_of_one_engine(
-    service: VllmCluster, adapters: Adapters
+    service: Cluster, adapters: Adapters
 ) -> None:
     ids, sampling = prompt(100, 7), greedy(24)
     names = (MODEL, "red", "blue")
     expected = [await adapters.expected(name, ids, sampling) for name in names]
     assert len({x.token_ids for x in expected}) == len(names)
-    first = [OpenRequest(service, ids, sampling, name) for name in names]
+    first = [service.open(ids, sampling, model=name) for name in names]
     assert [await x.end() for x in first] == [[x] for x in expected]
     # KV moved for each, and none found that of another in a cache.
     assert all(x.receipt.transfer_blocks and not x.receipt.cached_tokens for x in first)
-    again = [OpenRequest(service, ids, sampling, name) for name in names]
+    again = [service.open(ids, sampling, model=name) for name in names]
     assert [await x.end() for x in again] == [[x] for x in expected]
     assert all(x.receipt.cached_tokens for x in again)
-    several = OpenRequest(service, ids, replace(sampling, n=2), "red")
+    several = service.open(ids, replace(sampling, n=2), model="red")
     assert await several.end() == [expected[1]] * 2
     # Routers know its blocks of an adapter from those of the model.
     cached = await adapters.engine.cached_blocks()
@@ -143,10 +142,10 @@ async def test_answers_between_those_of_the_model_are_those_of_one_engine(
         assert cached.issuperset(prefix_hash.chain(ids, BLOCK, root))
 
 
-async def test_vllms_metrics_have_the_names_that_requests_have(service: VllmCluster) -> None:
-    await OpenRequest(service, prompt(20, 9), greedy(24), "red").end()
+async def test_vllms_metrics_have_the_names_that_requests_have(service: Cluster) -> None:
+    await service.open(prompt(20, 9), greedy(24), model="red").end()
     await service.until_empty()
-    listed = await service.registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+    listed = await service.listed()
     pages = ""
     async with aiohttp.ClientSession() as session:
         for info in [x.info for x in listed.workers if x.info.role == w.ROLE_DECODE]:
@@ -159,16 +158,16 @@ async def test_vllms_metrics_have_the_names_that_requests_have(service: VllmClus
 
 
 async def test_a_stream_moves_with_its_kv_when_its_worker_drains(
-    service: VllmCluster, adapters: Adapters
+    service: Cluster, adapters: Adapters
 ) -> None:
     ids, sampling = prompt(80, 11), greedy(400)
     expected, is_moved = await adapters.expected("red", ids, sampling), False
     while not is_moved:  # the answer may end before the drain begins
-        await service.drain("decode-1", timeout_s=WAIT_S, stop=False)
-        asked = OpenRequest(service, ids, sampling, "red")
+        await service.drain("decode-1")
+        asked = service.open(ids, sampling, model="red")
         await asked.until(20)
         await service.undrain("decode-1")
-        await service.drain("decode-0", timeout_s=WAIT_S, stop=False)
+        await service.drain("decode-0")
         assert await asked.end() == [expected]
         assert asked.fallbacks in ((), ("live_kv:moved",))
         is_moved = bool(asked.fallbacks)
@@ -176,14 +175,14 @@ async def test_a_stream_moves_with_its_kv_when_its_worker_drains(
 
 
 async def test_a_stream_continues_and_a_new_worker_has_what_is_served(
-    service: VllmCluster, adapters: Adapters
+    service: Cluster, adapters: Adapters
 ) -> None:
     ids, sampling = prompt(80, 12), greedy(400)
     other, killed = "decode-0", "decode-1"
-    await service.drain(other, timeout_s=WAIT_S, stop=False)
+    await service.drain(other)
     # Stopped, it does not end the answer before it is killed, however fast the machine is.
-    service.send(killed, signal.SIGSTOP)
-    asked = OpenRequest(service, ids, sampling, "blue")
+    service.freeze(killed)
+    asked = service.open(ids, sampling, model="blue")
     await asked.until(1)
     await service.undrain(other)
     await service.kill(killed)
@@ -195,23 +194,21 @@ async def test_a_stream_continues_and_a_new_worker_has_what_is_served(
     async with asyncio.timeout(WAIT_S):
         while len((await service.entries())[killed].adapters) < 2:  # noqa: ASYNC110 - it is polled
             await asyncio.sleep(0.05)
-    await service.drain(other, timeout_s=WAIT_S, stop=False)
-    again = OpenRequest(service, ids, sampling, "blue")
+    await service.drain(other)
+    again = service.open(ids, sampling, model="blue")
     assert await again.end() == [await adapters.expected("blue", ids, sampling)]
     assert again.receipt.decode_worker == killed
     await service.undrain(other)
 
 
-async def test_another_revision_is_another_adapter(
-    service: VllmCluster, adapters: Adapters
-) -> None:
+async def test_another_revision_is_another_adapter(service: Cluster, adapters: Adapters) -> None:
     ids, sampling = prompt(100, 13), greedy(16)
-    (before,) = await OpenRequest(service, ids, sampling, "blue").end()
+    (before,) = await service.open(ids, sampling, model="blue").end()
     await adapters.write("blue", 3)
     status, said = await load(service, "blue", adapters.paths["blue"])
     assert (status, "load_inplace" in said) == (400, True)
     assert (await load(service, "blue", adapters.paths["blue"], load_inplace=True))[0] == 200
-    asked = OpenRequest(service, ids, sampling, "blue")
+    asked = service.open(ids, sampling, model="blue")
     (after,) = await asked.end()
     assert after == await adapters.expected("blue", ids, sampling)
     assert after.token_ids != before.token_ids
@@ -219,7 +216,7 @@ async def test_another_revision_is_another_adapter(
 
 
 async def test_an_adapter_that_an_engine_cannot_load_is_not_served(
-    service: VllmCluster, aggregated: EngineProcess, adapters: Adapters
+    service: Cluster, aggregated: EngineProcess, adapters: Adapters
 ) -> None:
     wide = make_adapter(adapters.directory / "wide", 4, rank=16)
     status, said = await load(service, "wide", wide)

@@ -122,7 +122,7 @@ async def get(url: str) -> str:
 
 
 async def test_flags_of_vllm_serve_are_for_both_roles_or_for_one(stack: ServedUp) -> None:
-    seqs = {str(x.info.worker_id): x.info.limits.max_num_seqs for x in await stack.statuses()}
+    seqs = {x: y.info.limits.max_num_seqs for x, y in (await stack.statuses()).items()}
     assert (seqs["prefill-0"], seqs["decode-0"]) == (32, 48)
     async with stack.client() as client:
         assert [x.id async for x in client.models.list()] == [MODEL, ALIAS]
@@ -145,7 +145,7 @@ async def test_worker_and_router_show_kv_metrics(stack: ServedUp) -> None:
     assert pushed == moved["decode-0"]["received_bytes"] > 0
     sample = f'pushed_bytes_total{{model="{MODEL}",role="prefill",worker="prefill-0"}} {pushed}'
     async with asyncio.timeout(WAIT_S):  # the router knows with the worker's next renewal
-        while f"pdserve_worker_kv_{sample}" not in await get(f"{stack.http}/metrics"):
+        while f"pdserve_worker_kv_{sample}" not in await get(f"{stack.url}/metrics"):
             pass
 
 
@@ -209,7 +209,7 @@ async def test_only_requests_with_the_same_salt_share_cached_prefixes(stack: Ser
 
 
 async def test_verify_finds_each_promise_kept(stack: ServedUp) -> None:
-    words = ("verify", stack.http, "--json", "--disaggregated", "--timeout", str(WAIT_S))
+    words = ("verify", stack.url, "--json", "--disaggregated", "--timeout", str(WAIT_S))
     ended = await asyncio.to_thread(run_cli, *words, within_s=START_S)
     found = {x["check"]: (x["result"], x["note"]) for x in json.loads(ended.stdout)["checks"]}
     other = {name: x for name, x in found.items() if x[0] != "holds"}
@@ -250,7 +250,7 @@ async def used(stack: ServedUp) -> tuple[dict[str, float], float]:
     workers."""
     kinds: dict[str, float] = {}
     busy_s = 0.0
-    for family in text_string_to_metric_families(await get(f"{stack.http}/metrics")):
+    for family in text_string_to_metric_families(await get(f"{stack.url}/metrics")):
         for sample in family.samples:
             if sample.name == "pdserve_engine_seconds_total":
                 kind = sample.labels["kind"]
@@ -286,7 +286,7 @@ async def test_costs_add_up_to_what_the_engines_did(stack: ServedUp) -> None:
                 break
             await asyncio.sleep(0.2)
     answered_s = sum(kinds[x] - before.get(x, 0.0) for x in ("prefill", "decode"))
-    (cores,) = {x.info.devices for x in await stack.statuses()}
+    (cores,) = {x.info.devices for x in (await stack.statuses()).values()}
     assert sum(costs) == pytest.approx(answered_s * cores, rel=0.01)
 
 

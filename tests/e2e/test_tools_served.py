@@ -47,7 +47,7 @@ ASKED = {
 class Service:
     def __init__(self, stack: ServedUp) -> None:
         self.stack = stack
-        self.client = openai.OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0)
+        self.client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
 
     def ask(self, **values: Any) -> Any:
         return self.client.chat.completions.create(**{"tools": [TIME, NOTE], **ASKED, **values})

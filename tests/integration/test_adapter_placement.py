@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from pdserve.errors import ModelNotFound
-from pdserve.types import Role, SamplingParams
+from pdserve.types import SamplingParams
 from router.admission.queue import MAX_BLOCKED, MAX_PASSES
 from tests.support.cluster import Cluster
 from tests.support.timeouts import WAIT_S, wait_until
@@ -80,7 +80,7 @@ async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path)
 async def test_an_adapter_that_one_worker_cannot_load_is_loaded_by_none(tmp_path: Path) -> None:
     write(tmp_path)
     async with cluster_of(tmp_path) as cluster:
-        await cluster.add("decode-1", Role.DECODE, engine_args={"max_loras": 0})
+        await cluster.add("decode-1", engine_args={"max_loras": 0})
         await cluster.until_ready()
         status, said = await load(cluster, tmp_path)
         assert (status, "worker decode-1" in said, "enable_lora" in said) == (400, True, True)
@@ -94,7 +94,8 @@ async def test_a_later_worker_and_a_new_router_get_the_served_adapters(
     key = write(tmp_path)
     async with cluster_of(tmp_path) as cluster:
         assert (await load(cluster, tmp_path))[0] == 200
-        late = await cluster.add("decode-1", Role.DECODE)
+        await cluster.add("decode-1")
+        late = cluster.workers["decode-1"]
         await wait_until(lambda: key in late.service.adapters.usable)
         await cluster.router.stop()
         await cluster.start_router()

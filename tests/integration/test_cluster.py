@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
-from pdserve.types import Role, SamplingParams
 from tests.support.cluster import (
     LONG,
     PLAIN,
@@ -25,6 +25,9 @@ from tests.support.cluster import (
 )
 from tests.support.timeouts import wait_until
 from workers.fake.settings import FakeFaults
+
+if TYPE_CHECKING:
+    from pdserve.types import SamplingParams
 
 
 class TestAnswers:
@@ -93,7 +96,7 @@ class TestCancellation:
             asking.cancel()
             await asyncio.wait({asking})
             assert asking.cancelled()
-            await cluster.assert_no_leaks()
+            await cluster.until_empty()
             cluster.faults(name, FakeFaults())
             assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
 
@@ -103,7 +106,7 @@ class TestCancellation:
             with pytest.raises(PdserveError) as caught:
                 await cluster.ask(PROMPT, LONG, timeout_s=0.3)
             assert caught.value.code == "deadline_exceeded"
-            await cluster.assert_no_leaks()
+            await cluster.until_empty()
 
 
 class TestFaults:
@@ -163,7 +166,7 @@ class TestFaults:
             answers = await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(8)))
             for answer in answers:
                 assert_same(answer, expected)
-            del cluster.workers[name]
+            cluster.forget(name)
 
     async def test_a_request_and_a_stream_wait_for_the_only_worker_to_come_back(self) -> None:
         async with Cluster(aggregated=1) as cluster:
@@ -175,7 +178,7 @@ class TestFaults:
             await cluster.kill("aggregated-0")
             queued = asyncio.create_task(cluster.ask(PROMPT, LONG))
             await wait_until(lambda: cluster.router.requests.admission.queued)
-            await cluster.add("aggregated-0", Role.AGGREGATED)
+            await cluster.add("aggregated-0")
             assert_same(await stream, expected)
             assert_same(await queued, expected)
 

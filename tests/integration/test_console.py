@@ -97,7 +97,7 @@ async def test_a_page_that_opens_later_gets_the_last_requests(cluster: Cluster) 
 
 async def test_a_refused_request_is_shown_with_its_reason(cluster: Cluster, page: Page) -> None:
     for name in ("decode-0", "decode-1", "prefill-0"):
-        await cluster.workers[name].stop()
+        await cluster.end(name)
     with pytest.raises(DeadlineExceeded):
         await cluster.ask([20], SamplingParams(max_tokens=2), timeout_s=0.1)
     event = await page.until(lambda x: bool(x["ended"]))
@@ -127,7 +127,7 @@ async def test_steps_come_with_their_tokens(cluster: Cluster, page: Page) -> Non
 async def test_a_worker_that_leaves_changes_its_state(cluster: Cluster, page: Page) -> None:
     event = await page.until(lambda x: len(x["workers"]) == 3)
     assert {x["id"]: x["state"] for x in event["workers"]}["decode-1"] == "ready"
-    await cluster.workers["decode-1"].stop()
+    await cluster.end("decode-1")
     event = await page.until(lambda x: any(w["state"] == "left" for w in x["workers"]))
     [row] = [x for x in event["workers"] if x["state"] == "left"]
     assert (row["id"], row["reason"]) == ("decode-1", "it left")
@@ -143,7 +143,7 @@ async def test_a_model_without_workers_is_shown_as_it_is_asked_for_and_starts() 
         page = Page(response)
         event = await page.until(lambda x: "on_demand" in x)
         assert event["on_demand"] == [{"model": "pdserve-demo", "text": "has workers"}]
-        await cluster.workers["aggregated-0"].stop()
+        await cluster.end("aggregated-0")
         event = await page.until(lambda x: "on_demand" in x)
         assert event["on_demand"][0]["text"] == "no worker until it is asked for"
         with pytest.raises((DeadlineExceeded, Unavailable)):

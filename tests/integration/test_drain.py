@@ -22,6 +22,7 @@ from tests.support.cluster import (
     ask_and_hold,
     assert_same,
 )
+from tests.support.started_workers import fake
 from tests.support.timeouts import wait_until
 from workers.control.worker_drain import DrainTiming
 from workers.fake.settings import FakeFaults
@@ -86,7 +87,7 @@ async def test_an_answer_that_does_not_end_in_time_is_moved_without_its_kv(
 async def test_an_answer_waits_until_a_worker_can_take_it() -> None:
     """The other worker is drained too, and undrained while the stream is moving."""
     timing = DrainTiming(move_s=WAIT_S)
-    async with Cluster(prefill=1, decode=2, limits=IMPATIENT, drain_timing=timing) as cluster:
+    async with Cluster(prefill=1, decode=2, limits=IMPATIENT, engine=fake(timing)) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         cluster.faults(idle, FakeFaults())
         assert await cluster.command("drain", idle) == 0
@@ -265,7 +266,6 @@ async def test_a_worker_that_dies_before_its_export_costs_a_prefill(
         await cluster.kill(leaving.old)
         expected = ("pair:worker_failed",)
     assert (await leaving.whole()).fallbacks == expected
-    cluster.workers.pop(leaving.old, None)
     await draining
 
 

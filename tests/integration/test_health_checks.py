@@ -12,7 +12,6 @@ import pytest
 
 from pdserve.config import HealthConfig
 from pdserve.errors import DeadlineExceeded
-from pdserve.types import Role
 from router.main import RouterLimits
 from tests.support.cluster import PLAIN, PROMPT, Cluster, assert_same
 from tests.support.commands import run_cli
@@ -105,7 +104,7 @@ async def test_unpaired_workers_are_explained_and_never_used_together(
 ) -> None:
     caplog.set_level("WARNING", logger="router")
     async with Cluster(prefill=1, engine_args={"block_size": 16}) as cluster:
-        await cluster.add("decode-9", Role.DECODE, engine_args={"block_size": 32})
+        await cluster.add("decode-9", engine_args={"block_size": 32})
         await cluster.until_ready()
         warnings = [x.getMessage() for x in caplog.records if "cannot exchange" in x.getMessage()]
         assert len(warnings) == 1
@@ -115,7 +114,7 @@ async def test_unpaired_workers_are_explained_and_never_used_together(
         assert alone.receipt is not None
         assert alone.receipt.prefill_worker == alone.receipt.decode_worker == "decode-9"
 
-        await cluster.add("decode-0", Role.DECODE)
+        await cluster.add("decode-0")
         await cluster.until_ready()
         answers = await asyncio.gather(*(cluster.ask([*PROMPT, i], SHORT) for i in range(8)))
         for answer in answers:

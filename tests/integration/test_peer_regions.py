@@ -7,6 +7,7 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -39,7 +40,7 @@ from tests.support.cluster import LONG, PROMPT, Cluster, Trigger, assert_same
 from tests.support.timeouts import WAIT_S, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
 REGIONS = ("eu", "us", "ap")
@@ -51,7 +52,7 @@ def region(
     peers: dict[str, str] | None = None,
     *,
     workers: int = 1,
-    engine_args: dict[str, object] | None = None,
+    engine_args: Mapping[str, object] = MappingProxyType({}),
     **router: Any,
 ) -> Cluster:
     """Return the router and the aggregated workers of a region. `peers`: addresses by region, the

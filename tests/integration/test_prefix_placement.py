@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.model import prefix_hash
-from pdserve.types import Role, SamplingParams
+from pdserve.types import SamplingParams
 from tests.support.cluster import Cluster, assert_same
 from tests.support.timeouts import wait_until
 from workers.fake.prefix_cache import PrefixCache
@@ -89,7 +89,7 @@ async def test_the_index_forgets_the_blocks_of_a_lost_worker() -> None:
         assert len(watches.index) == 8
         await cluster.kill("prefill-0")
         await wait_until(lambda: cluster.router.fleet.members["prefill-0"].lost)
-        await cluster.add("prefill-0", Role.PREFILL)
+        await cluster.add("prefill-0")
         await cluster.until_ready()
         await until_indexed(cluster, prompt(1))
         assert (await ask(cluster, prompt(1)))[0] == 0

@@ -55,7 +55,7 @@ async def three_regions(**router: Any) -> AsyncIterator[Cluster]:
     async with Cluster(router=values, engine_args={"prefix_cache": True}) as cluster:
         for region in REGIONS:
             for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED):
-                await cluster.add(f"{role}-{region}", role, region=region)
+                await cluster.add(f"{role}-{region}", role, topology={"region": region})
         await cluster.until_ready()
         yield cluster
 
@@ -203,7 +203,7 @@ async def test_tiers_of_workers_elsewhere_store_nothing_of_a_tenant_with_a_stora
     monkeypatch.setattr(FakeEngine, "submit", seen)
     async with Cluster(router=in_eu(tenants)) as cluster, aiohttp.ClientSession() as http:
         for region in ("eu", "us"):
-            await cluster.add(f"aggregated-{region}", Role.AGGREGATED, region=region)
+            await cluster.add(f"aggregated-{region}", topology={"region": region})
             await cluster.until_ready()
             for tenant in ("a", "b"):
                 body, url = (

@@ -209,7 +209,7 @@ async def test_workers_follow_the_routers_of_a_file_and_no_answer_is_lost(tmp_pa
         replaced.write_text(later.grpc)
         replaced.rename(listed)
         await until_workers(later.grpc, 3)
-        await former.stop()
+        await former.end()
         is_over.set()
         await asyncio.gather(*asking)
         undisturbed = await Told().follow(client.generate(PROMPT, LONG))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pdserve.types import Role
 from tests.support.checkpoints import assert_spans, trained
 from tests.support.cluster import LONG, PROMPT, Cluster, Trigger
 from tests.support.timeouts import WAIT_S
@@ -55,7 +54,7 @@ async def test_slime_updates_the_weights_and_deletes_their_files(tmp_path: Path)
         assert_spans(await cluster.ask(PROMPT, LONG), {"1": digests[1]}, cluster)
         # A worker that starts now cannot get the weights, and stays out until the next ones.
         await cluster.kill("decode-0")
-        await cluster.add("decode-0", Role.DECODE)
+        await cluster.add("decode-0")
         await cluster.until_state("decode-0", "updating")
         assert_spans(await cluster.ask(PROMPT, LONG), {"1": digests[1]}, cluster)
         await engines.slime_update(tmp_path / "2", 2, keeps_files=True)

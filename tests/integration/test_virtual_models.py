@@ -50,7 +50,7 @@ async def two_models(
     }
     async with Cluster(router=values) as cluster:
         for name, args in (("small", small), ("large", None)):
-            await cluster.add(name, Role.AGGREGATED, model_name=name, engine_args=args)
+            await cluster.add(name, Role.AGGREGATED, model_names=(name,), engine_args=args or {})
         await cluster.until_ready()
         yield cluster
 
@@ -201,7 +201,7 @@ async def test_a_classifier_labels_the_last_message_once_its_examples_are_embedd
     virtual = [{"name": "auto", "default": "small", "rules": rules, "classifier": classifier}]
     async with two_models(virtual_models=virtual) as cluster:
         assert (await ask(cluster, prompt="add the numbers"))[1]["model"] == "small"  # no worker
-        await cluster.add("pooling-0", Role.POOLING, model_name="embedder")
+        await cluster.add("pooling-0", model_names=("embedder",))
         await cluster.until_ready()
         for prompt, model in (
             ("add the numbers", "large"),

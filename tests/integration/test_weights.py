@@ -18,7 +18,7 @@ from pdserve.cli.verify.report import run_check
 from pdserve.cli.verify.weights import WEIGHTS_CHECKS
 from pdserve.errors import Unavailable
 from pdserve.model.weight_deltas import find_files, read_weights, write_delta
-from pdserve.types import FinishReason, QuiesceMode, Role
+from pdserve.types import FinishReason, QuiesceMode
 from tests.support.checkpoints import assert_spans, checkpoint, continued, post, trained
 from tests.support.cluster import LONG, PLAIN, PROMPT, Answer, Cluster, Trigger
 from tests.support.timeouts import WAIT_S, wait_until
@@ -208,7 +208,7 @@ async def test_a_worker_that_was_away_joins_with_the_newest_weights(tmp_path: Pa
         answer = await cluster.ask(PROMPT, PLAIN)
         assert_spans(answer, {"1": digests[1]}, cluster)
         await cluster.kill("decode-0")
-        await cluster.add("decode-0", Role.DECODE)
+        await cluster.add("decode-0")
         await cluster.until_ready()  # repaired
         assert cluster.workers["decode-0"].intake.weights.digest == digests[1]
         await cluster.kill("decode-1")
@@ -317,7 +317,7 @@ async def test_a_difference_is_updated_to_like_a_whole_checkpoint(tmp_path: Path
         assert_spans(await cluster.ask(PROMPT, PLAIN), digests, cluster)
         # A worker that starts has the first weights, and joins through the base.
         await cluster.kill("decode-0")
-        await cluster.add("decode-0", Role.DECODE)
+        await cluster.add("decode-0")
         await cluster.until_ready()
         assert_spans(await cluster.ask(PROMPT, PLAIN), digests, cluster)
         checkpoint(tmp_path / "1", 3)
@@ -367,7 +367,7 @@ async def test_updates_under_load_and_deaths_mix_no_weights(tmp_path: Path) -> N
                 )
                 assert status == 200
                 if step % 3 == 0:
-                    await cluster.add(name, Role(name.partition("-")[0]))
+                    await cluster.add(name)
                     await cluster.until_ready()
                 before = sum(counts)
                 await wait_until(lambda before=before: sum(counts) > before)

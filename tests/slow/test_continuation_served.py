@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +13,17 @@ import pytest_asyncio
 
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from pdserve.v1 import worker_pb2 as w
+from tests.support.cluster import Cluster
 from tests.support.engine_pair import JoinedAnswer, joined, prompt
+from tests.support.started_workers import vllm
 from tests.support.timeouts import WAIT_S
-from tests.support.vllm_cluster import OpenRequest, VllmCluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.support.engines import EngineProcess
+    from tests.support.open_request import OpenRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PLAIN = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
@@ -47,16 +48,16 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def running(tiny_model: Path) -> AsyncIterator[VllmCluster]:
-    async with VllmCluster.start(tiny_model) as service:
+async def running(tiny_model: Path) -> AsyncIterator[Cluster]:
+    async with Cluster(engine=vllm(tiny_model)) as service:
         yield service
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def service(running: VllmCluster) -> AsyncIterator[VllmCluster]:
+async def service(running: Cluster) -> AsyncIterator[Cluster]:
     """Start missing workers before a test, and assert that it leaves them empty."""
     for name in WORKERS:
-        if name not in running.processes:
+        if name not in running.names:
             await running.add(name)
     await running.until_ready()
     yield running
@@ -100,30 +101,29 @@ async def check(asked: dict[str, OpenRequest], expected: dict[str, list[JoinedAn
 
 
 async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
-    service: VllmCluster, jobs: tuple[Jobs, dict[str, list[JoinedAnswer]]]
+    service: Cluster, jobs: tuple[Jobs, dict[str, list[JoinedAnswer]]]
 ) -> None:
     """All are on one decode worker, which is drained, and then on the other, which gets a SIGTERM.
     Both have time: nobody need be moved by another prefill, and nobody is."""
     asked_for, expected = jobs
     assert any(ord(c) > 0x7F for c in expected["characters of many bytes"][0].text)
     assert expected["stop string"][0].stop_reason is not None
-    await service.drain("decode-1", timeout_s=WAIT_S, stop=False)
-    asked = {kind: OpenRequest(service, *job) for kind, job in asked_for.items()}
+    await service.drain("decode-1")
+    asked = {kind: service.open(*job) for kind, job in asked_for.items()}
     for one in asked.values():
         await one.until(3 * len(one.pieces))
     await service.undrain("decode-1")
-    await service.drain("decode-0", timeout_s=WAIT_S, stop=False)
-    assert (await service.statuses())["decode-0"].ledger == w.KvLedger()
+    await service.drain("decode-0")
+    assert (await service.status("decode-0")).ledger == w.KvLedger()
     await service.undrain("decode-0")
-    service.send("decode-1", signal.SIGTERM)
-    assert await service.ended("decode-1") == 0
+    assert await service.end("decode-1") == 0
     await check(asked, expected)
     fallbacks = [name for one in asked.values() for name in one.fallbacks]
     assert set(fallbacks) == {"live_kv:moved"}
 
 
 async def test_a_worker_changes_its_role_under_answers_and_loses_none(
-    service: VllmCluster, aggregated: EngineProcess
+    service: Cluster, aggregated: EngineProcess
 ) -> None:
     """The worker serves requests in each role."""
     is_over, workers, answered = False, set(), asyncio.Event()
@@ -131,7 +131,7 @@ async def test_a_worker_changes_its_role_under_answers_and_loses_none(
     async def keep_asking(first_seed: int) -> None:
         for seed in itertools.count(first_seed, 3):
             ids, sampling = prompt(500, seed), replace(PLAIN, max_tokens=24)
-            asked = OpenRequest(service, ids, sampling)
+            asked = service.open(ids, sampling)
             await asked.task
             assert asked.answers == await expected_of(aggregated, ids, sampling)
             assert set(asked.fallbacks) <= {"live_kv:moved"}

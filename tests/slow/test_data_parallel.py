@@ -142,18 +142,18 @@ async def test_an_idle_rank_notices_that_another_has_died(model: Path) -> None:
 async def check_drains(service: ServedUp, ask: dict[str, Any], whole: list[int]) -> None:
     """Drain a rank before an answer, which the other gives, and then the other in the answer, which
     continues on the first with its KV. Experts of both compute its tokens."""
-    assert await service.command("drain", "decode-1") == 0
+    await service.drain("decode-1")
     assert await service.command("drain", "decode-1", "--stop", "--force") == 1
     tokens, is_drained = list[int](), False
     async with service.client() as client:
         async for part in await client.completions.create(**ask, stream=True):
             tokens += (part.choices[0].model_extra["token_ids"] or ()) if part.choices else ()
             if not is_drained and len(tokens) >= 10:
-                assert await service.command("drain", "decode-1", "--undo") == 0
-                assert await service.command("drain", "decode-0", "--timeout", "0") == 0
+                await service.undrain("decode-1")
+                await service.drain("decode-0", timeout_s=0.0)
                 is_drained = True
     assert tokens == whole
-    assert await service.command("drain", "decode-0", "--undo") == 0
+    await service.undrain("decode-0")
     for worker in service.ready["workers"]:
         async with aiohttp.ClientSession() as session:
             page = await (await session.get(f"http://{worker['debug']}/metrics")).text()
@@ -171,7 +171,7 @@ async def test_a_group_restarts_as_one_and_its_answers_continue_elsewhere(
     words += ["--set", 'up.decode.engine_args={"enable_expert_parallel": true}']
     with up(tmp_path, *words) as running:
         service = ServedUp(running)
-        statuses = {x.info.worker_id: x for x in await service.statuses()}
+        statuses = await service.statuses()
         assert {name: x.info.group for name, x in statuses.items()} == {
             "prefill-0": "",
             "decode-0": "decode-0",
@@ -198,7 +198,7 @@ async def test_a_group_restarts_as_one_and_its_answers_continue_elsewhere(
         running.wait_for_line("decode-0", "is back", within_s=START_S)
         running.wait_for_line("decode-1", "is back", within_s=START_S)
         service.ready = json.loads(running.ready_path.read_text())
-        again = {x.info.worker_id: x.info.instance_id for x in await service.statuses()}
+        again = {x: y.info.instance_id for x, y in (await service.statuses()).items()}
         assert {name for name in before if again[name] != before[name]} == {"decode-0", "decode-1"}
         assert not psutil.pid_exists(statuses["decode-0"].info.pid)
         async with service.client() as client:

@@ -120,7 +120,7 @@ async def post(stack: ServedUp, path: str, body: Body) -> tuple[int, Body]:
     body = {"model": MODEL, "temperature": 0, **body}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{stack.http}/v1/{path}", json=body) as answer,
+        session.post(f"{stack.url}/v1/{path}", json=body) as answer,
     ):
         return answer.status, await answer.json()
 
@@ -165,10 +165,10 @@ async def test_each_answer_is_about_its_own_image_while_others_are_refused(serve
 async def test_images_are_encoded_again_after_an_update_of_the_weights(served: Served) -> None:
     before = await chat_text(served.pair, chat(IMAGES[2]))
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{served.pair.http}/weight_info") as info:
+        async with session.get(f"{served.pair.url}/weight_info") as info:
             path = (await info.json())["model_path"]
         update = {"weight_dir": path, "mode": "keep"}
-        async with session.post(f"{served.pair.http}/update_weights", json=update) as done:
+        async with session.post(f"{served.pair.url}/update_weights", json=update) as done:
             assert done.status == 200, await done.text()
     assert await chat_text(served.pair, chat(IMAGES[2])) == before
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -15,9 +14,10 @@ import pytest_asyncio
 from pdserve.types import SamplingParams
 from router.attempt import copies
 from router.placement import cost
+from tests.support.cluster import Cluster
 from tests.support.engine_pair import BLOCK, params, prompt
+from tests.support.started_workers import vllm
 from tests.support.timeouts import WAIT_S, wait_until
-from tests.support.vllm_cluster import OpenRequest, VllmCluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,19 +30,16 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def service(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmCluster]:
+async def service(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     # A tiny model computes as fast as it copies, and this machine may be slow.
     monkeypatch.setattr(cost, "is_clearly_cheaper", lambda _copy_s, _compute_s: True)
     monkeypatch.setattr(copies, "MIN_LIMIT_S", WAIT_S)
-    async with VllmCluster.start(tiny_model, policy="prefix_aware", lease_s=WAIT_S) as service:
-        for name in ("prefill-0", "decode-0"):
-            await service.add(name)
-        await service.until_ready()
+    router = {"policy": "prefix_aware", "lease_s": WAIT_S}
+    async with Cluster(engine=vllm(tiny_model), prefill=1, decode=1, router=router) as service:
         yield service
-        await service.until_empty()
 
 
-async def turn(service: VllmCluster, ids: list[int], max_tokens: int) -> dict[str, Any]:
+async def turn(service: Cluster, ids: list[int], max_tokens: int) -> dict[str, Any]:
     """Return the answer to a turn of the session."""
     body = {
         "model": "tiny",
@@ -53,7 +50,7 @@ async def turn(service: VllmCluster, ids: list[int], max_tokens: int) -> dict[st
         "return_token_ids": True,
     }
     headers = {"X-Session-Id": "conversation"}
-    url = f"http://{service.http}/v1/completions"
+    url = f"{service.url}/v1/completions"
     async with (
         aiohttp.ClientSession() as session,
         session.post(url, json=body, headers=headers) as reply,
@@ -63,23 +60,19 @@ async def turn(service: VllmCluster, ids: list[int], max_tokens: int) -> dict[st
         return answer
 
 
-async def recomputed(service: VllmCluster) -> float:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://{service.http}/metrics") as reply,
-    ):
-        page = await reply.text()
-    found = re.search(r'^pdserve_recomputed_tokens_total\{model="tiny"\} (\S+)', page, re.MULTILINE)
+async def recomputed(service: Cluster) -> float:
+    name = r'^pdserve_recomputed_tokens_total\{model="tiny"\} (\S+)'
+    found = re.search(name, await service.metrics(), re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
 async def test_the_second_turn_computes_what_is_new_while_decode_is_busy(
-    service: VllmCluster, aggregated: EngineProcess
+    service: Cluster, aggregated: EngineProcess
 ) -> None:
     first = prompt(300, 1)
     answer = await turn(service, first, 200)
     history = first + answer["choices"][0]["token_ids"]
-    others = [OpenRequest(service, prompt(100, 10 + i), ENDLESS) for i in range(3)]
+    others = [service.open(prompt(100, 10 + i), ENDLESS) for i in range(3)]
     for each in others:
         await each.until(5)
     second = history + prompt(40, 2)
@@ -99,12 +92,12 @@ async def test_the_second_turn_computes_what_is_new_while_decode_is_busy(
 
 
 async def test_a_holder_that_is_killed_while_its_blocks_move_costs_no_token(
-    service: VllmCluster, aggregated: EngineProcess
+    service: Cluster, aggregated: EngineProcess
 ) -> None:
     first = prompt(300, 3)
     answer = await turn(service, first, 200)
     second = first + answer["choices"][0]["token_ids"] + prompt(40, 4)
-    service.send("decode-0", signal.SIGSTOP)
+    service.freeze("decode-0")
     asking = asyncio.create_task(turn(service, second, 50))
 
     async def waits_for_blocks() -> bool:

@@ -130,7 +130,7 @@ async def test_serve_with_two_stages_hands_over(tmp_path: Path) -> None:
         assert receipt is not None
         assert (receipt.decode_worker, receipt.fallbacks) == ("decode-0", ())
         assert receipt.transfer_blocks > 0
-        (decode,) = [x for x in await stack.statuses() if x.info.worker_id == "decode-0"]
+        decode = await stack.status("decode-0")
         assert [list(x.layers) for x in decode.info.kv.stage_layers] == [[2], [2]]
     finally:
         up.close()

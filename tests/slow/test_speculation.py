@@ -4,7 +4,6 @@ the KV of other drafts moves with the model's."""
 
 from __future__ import annotations
 
-import json
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -20,12 +19,11 @@ from pdserve.errors import UnsupportedField
 from pdserve.model import prefix_hash
 from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
-from pdserve.v1 import worker_pb2 as w
+from tests.support.cluster import Cluster
 from tests.support.engine_pair import EnginePair, JoinedAnswer, joined
 from tests.support.engines import EngineProcess, settings
-from tests.support.timeouts import WAIT_S
+from tests.support.started_workers import vllm
 from tests.support.tiny_models import eagle_draft, with_mtp_layer
-from tests.support.vllm_cluster import OpenRequest, VllmCluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -193,18 +191,18 @@ async def test_sampling_follows_the_model(pair: EnginePair) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def service() -> AsyncIterator[VllmCluster]:
-    async with VllmCluster.start(MODEL) as service:
+async def service() -> AsyncIterator[Cluster]:
+    async with Cluster(engine=vllm(MODEL)) as service:
         await service.add("prefill-0")
         for name in ("decode-0", "decode-1"):
-            await service.add(name, engine_args=f", speculative_config: {json.dumps(NGRAM)}")
+            await service.add(name, engine_args={"speculative_config": NGRAM})
         await service.until_ready()
         yield service
 
 
 @pytest.mark.parametrize(("field", "value"), [("min_p", 0.1), ("logit_bias", {5: 1.0})])
 async def test_fields_that_speculation_ignores_are_refused(
-    service: VllmCluster, field: str, value: object
+    service: Cluster, field: str, value: object
 ) -> None:
     """Cancel before the first token."""
     sampling = SamplingParams(temperature=0.5, **{field: value})  # type: ignore[arg-type]
@@ -215,16 +213,16 @@ async def test_fields_that_speculation_ignores_are_refused(
 
 
 async def test_answers_of_a_service_leave_speculating_workers_exactly(
-    service: VllmCluster, plain: Plain
+    service: Cluster, plain: Plain
 ) -> None:
     """One decode worker is drained, then the other is killed."""
     sampling = replace(SAMPLINGS["greedy"], max_tokens=1000)
-    await service.drain("decode-1", timeout_s=WAIT_S, stop=False)
-    answers = [OpenRequest(service, asked(question), sampling) for question in QUESTIONS]
+    await service.drain("decode-1")
+    answers = [service.open(asked(question), sampling) for question in QUESTIONS]
     for each in answers:
         await each.until(12)
     await service.undrain("decode-1")
-    await service.drain("decode-0", timeout_s=WAIT_S, stop=False)
+    await service.drain("decode-0")
     await service.undrain("decode-0")
     for each in answers:
         await each.until(each.tokens + 12)
@@ -236,6 +234,5 @@ async def test_answers_of_a_service_leave_speculating_workers_exactly(
     # On a busy machine an answer may end before its worker leaves.
     assert ("live_kv:moved", "pair:worker_failed") in [each.fallbacks for each in answers]
     await service.until_empty()
-    listed = await service.registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
-    (load,) = [x.load for x in listed.workers if x.info.worker_id == "decode-0"]
+    load = (await service.entries())["decode-0"].load
     assert 0 < load.accepted_draft_tokens < load.draft_tokens

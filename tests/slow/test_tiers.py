@@ -3,7 +3,6 @@ also to other workers and after a restart, and never to another model."""
 
 from __future__ import annotations
 
-import signal
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,13 @@ from pdserve.config import TiersConfig
 from pdserve.net import rpc
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
+from tests.support.cluster import Cluster
 from tests.support.engine_pair import BLOCK, CHUNK, EnginePair, params, prompt
 from tests.support.engines import EngineProcess, settings
 from tests.support.model_kinds import make_kind
+from tests.support.started_workers import vllm
 from tests.support.timeouts import WAIT_S, wait_until
 from tests.support.tiny_models import ModelSpec, make_model
-from tests.support.vllm_cluster import OpenRequest, VllmCluster
 from workers.engine import PrefillPhase
 
 if TYPE_CHECKING:
@@ -140,13 +140,13 @@ async def test_files_serve_other_workers_and_outlive_a_kill(
 async def test_a_restarted_prefill_worker_of_a_service_has_its_prefixes(
     tiny_model: Path, expected: list[tuple[int, ...]], folder: Path
 ) -> None:
-    tiers = f"{{host_gib: 0.03125, disk_path: {folder}, disk_gib: 0.0625}}"
-    async with VllmCluster.start(tiny_model) as service:
+    tiers = {"host_gib": 0.03125, "disk_path": str(folder), "disk_gib": 0.0625}
+    async with Cluster(engine=vllm(tiny_model)) as service:
         await service.add("decode-0")
         for cached in (0, BLOCKS * BLOCK):
-            await service.add("prefill-0", tiers=tiers)
+            await service.add("prefill-0", kv={"tiers": tiers})
             await service.until_ready()
-            asked = OpenRequest(service, PROMPTS[0], params())
+            asked = service.open(PROMPTS[0], params())
             (answer,) = await asked.end()
             assert answer.token_ids == expected[0]
             assert asked.last is not None
@@ -155,26 +155,29 @@ async def test_a_restarted_prefill_worker_of_a_service_has_its_prefixes(
             assert asked.receipt.prefill_worker == "prefill-0"
             await until_stored(folder, 1)
             await service.until_empty()
-            service.send("prefill-0", signal.SIGTERM)
-            assert await service.ended("prefill-0") == 0
+            assert await service.end("prefill-0") == 0
 
 
 async def test_an_evicted_prompt_goes_to_the_worker_with_its_blocks_in_host_memory(
     tiny_model: Path,
 ) -> None:
     """The cache of a worker has room for three of the prompts, its host memory for all."""
-    length = ", max_model_len: 1024"
-    async with VllmCluster.start(tiny_model, policy="prefix_aware") as service:
+    async with Cluster(
+        engine=vllm(tiny_model),
+        engine_args={"max_model_len": 1024},
+        router={"policy": "prefix_aware"},
+    ) as service:
+        tiers = {"host_gib": 0.0625}
         for name in ("prefill-0", "prefill-1"):
-            args = f"{length}, num_gpu_blocks_override: 60"
-            await service.add(name, tiers="{host_gib: 0.0625}", engine_args=args)
-        await service.add("decode-0", engine_args=length)
+            few = {"num_gpu_blocks_override": 60}
+            await service.add(name, kv={"tiers": tiers}, engine_args=few)
+        await service.add("decode-0")
         await service.until_ready()
 
         async def ask(number: int) -> tuple[str, int, str]:
             """Return the prefill worker of a prompt, the tokens that it did not compute, and the
             request's id."""
-            asked = OpenRequest(service, prompt(LENGTH, number), params())
+            asked = service.open(prompt(LENGTH, number), params())
             await asked.end()
             assert asked.last is not None
             assert asked.last.usage is not None

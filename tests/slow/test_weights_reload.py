@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.config import WeightsConfig
 from pdserve.demo import MODEL_DIR
 from pdserve.model.weight_deltas import write_delta
 from pdserve.types import SamplingParams
+from tests.support.cluster import Cluster
 from tests.support.engines import EngineProcess, settings
+from tests.support.started_workers import vllm
 from tests.support.trainers import Engines
-from tests.support.vllm_cluster import OpenRequest, VllmCluster
 
 PROMPT = list(range(20, 200))
 PLAIN = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
@@ -39,25 +39,22 @@ def trained(target: Path, seed: int) -> Path:
 async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
     tmp_path: Path,
 ) -> None:
-    async with VllmCluster.start(
-        MODEL_DIR, weights=WeightsConfig(directories=(str(tmp_path),), mode="keep")
+    router = {"weights": {"directories": [str(tmp_path)], "mode": "keep"}}
+    async with Cluster(
+        engine=vllm(MODEL_DIR), router=router, worker={"weights_directories": [str(tmp_path)]}
     ) as service:
-        for name in ("prefill-0", "decode-0"):
-            # On disk, where KV of the old weights would outlive everything else.
-            tiers = f"{{host_gib: 0.03, disk_path: {tmp_path / 'tier'}, disk_gib: 0.1}}"
-            await service.add(
-                name,
-                tiers=tiers if name == "prefill-0" else "{}",
-                weights_directories=f"[{tmp_path}]",
-            )
+        # On disk, where KV of the old weights would outlive everything else.
+        tier = {"host_gib": 0.03, "disk_path": str(tmp_path / "tier"), "disk_gib": 0.1}
+        await service.add("prefill-0", kv={"tiers": tier})
+        await service.add("decode-0")
         await service.until_ready()
         served = next(iter((await service.entries()).values())).info.model.name
-        (first,) = await OpenRequest(service, PROMPT, PLAIN).end()
+        (first,) = await service.open(PROMPT, PLAIN).end()
         versions = ["default"]
         while True:
             versions.append(str(len(versions)))
             new = trained(tmp_path / f"step-{len(versions)}", len(versions))
-            kept = OpenRequest(service, PROMPT, PLAIN)
+            kept = service.open(PROMPT, PLAIN)
             await kept.until(40)
             async with Engines([service.http] * 2) as engines:
                 await engines.prime_rl_ready(served)
@@ -67,7 +64,7 @@ async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
             (mixed,) = await kept.end()
             if kept.receipt.spans and kept.receipt.spans[-1].version == versions[-1]:
                 break  # else the answer ended before the update
-        (whole,) = await OpenRequest(service, PROMPT, PLAIN).end()
+        (whole,) = await service.open(PROMPT, PLAIN).end()
         old = kept.receipt.spans[:2]
         assert [x.version for x in old] == [versions[-2]] * 2
         write_delta(new, Path(MODEL_DIR), tmp_path / "back")
@@ -75,7 +72,7 @@ async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
             await engines.slime_ready()
             await engines.slime_update(tmp_path / "back", 99, keeps_files=True)
             assert await engines.slime_versions() == {"99"}
-        (back,) = await OpenRequest(service, PROMPT, PLAIN).end()
+        (back,) = await service.open(PROMPT, PLAIN).end()
         assert back.token_ids == first.token_ids
     oracle = await EngineProcess.start(settings(new, max_num_batched_tokens=256))
     try:

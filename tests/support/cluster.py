@@ -1,48 +1,50 @@
-"""A whole service in one process: the real router and real workers with fake engines, connected by
-gRPC and HTTP over loopback, all on free ports.
+"""A whole service: the real router and real workers, connected by gRPC and HTTP over loopback, all
+on free ports. Its engines are fake and in this process, or vLLM, a process each.
 
     async with Cluster(prefill=1, decode=2) as cluster:
         answer = await cluster.ask([20, 21, 22])
 
-`__aexit__` asserts that nothing leaked, unless the test has failed already.
+`__aexit__` asserts that nothing is left, unless the test has failed already.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import aiohttp
-
-from pdserve.cli import main
 from pdserve.client import Client
-from pdserve.config import HealthConfig, KvConfig, RouterConfig, TopologyConfig, WorkerConfig, parse
-from pdserve.net import rpc
+from pdserve.config import HealthConfig, RouterConfig, parse
 from pdserve.types import MediaItem, Role, SamplingParams
-from pdserve.v1 import worker_pb2 as w
-from pdserve.v1.worker_pb2_grpc import RegistryStub
 from router.main import DEFAULT_LIMITS, RouterLimits, RouterServer
+from tests.support.open_request import OpenRequest
+from tests.support.service import Service
+from tests.support.started_workers import FAKE, LEASE_S, FakeWorker
 from tests.support.timeouts import WAIT_S, wait_until
-from workers.control.worker_drain import DrainTiming
 from workers.engine import AggregatedPhase, Work
-from workers.fake.engine import FakeEngine
 from workers.fake.sequence import Sequence as FakeSequence
 from workers.fake.settings import FakeFaults
-from workers.make_engine import make_engine
-from workers.server import WorkerServer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Callable,
+        Mapping,
+        Sequence,
+        Set,
+    )
     from types import TracebackType
 
     from pdserve.client import Delta
     from pdserve.types import FinishReason, Receipt, Usage
+    from pdserve.v1 import worker_pb2 as w
+    from tests.support.started_workers import Engine, StartedWorker
+    from workers.fake.engine import FakeEngine
+    from workers.server import WorkerServer
 
-# Longer than any pause of the machine. No test waits for the end of a lease.
-LEASE_S = 60.0
-_DRAIN_TIMING = DrainTiming()
 PROMPT = list(range(20, 90))
 PLAIN = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 LONG = replace(PLAIN, max_tokens=400)
@@ -104,12 +106,12 @@ def fake_answer(
     return answer
 
 
-class Cluster:
-    """A router and its workers, named prefill-0, decode-0, aggregated-0, ...
+class Cluster(Service):
+    """A router in this process and its workers, named prefill-0, decode-0, aggregated-0, ...
 
-    `engine_args` apply to every fake engine (workers/fake/settings.py). `router` and `worker`
-    override the configuration of the router and of every worker. Workers also register with
-    `other_routers`, which need not exist.
+    `engine` says how workers are started, and `engine_args` apply to every engine. `router` and
+    `worker` override the configuration of the router and of every worker. Workers also register
+    with `other_routers`, which need not exist.
     """
 
     def __init__(
@@ -120,18 +122,18 @@ class Cluster:
         aggregated: int = 0,
         pooling: int = 0,
         encode: int = 0,
-        engine_args: dict[str, object] | None = None,
-        router: dict[str, Any] | None = None,
-        worker: dict[str, Any] | None = None,
+        engine: Engine = FAKE,
+        engine_args: Mapping[str, object] = MappingProxyType({}),
+        router: Mapping[str, Any] = MappingProxyType({}),
+        worker: Mapping[str, Any] = MappingProxyType({}),
         other_routers: Sequence[str] = (),
-        drain_timing: DrainTiming = _DRAIN_TIMING,
         limits: RouterLimits = DEFAULT_LIMITS,
     ) -> None:
         counts = {Role.PREFILL: prefill, Role.DECODE: decode}
         counts |= {Role.AGGREGATED: aggregated, Role.POOLING: pooling, Role.ENCODE: encode}
-        self._roles = {f"{role}-{i}": role for role, n in counts.items() for i in range(n)}
-        # Steps without any duration would starve everything else on this one event loop.
-        self._engine_args = {"step_s": 0.001, **(engine_args or {})}
+        self._first = [f"{role}-{i}" for role, n in counts.items() for i in range(n)]
+        self._engine, self._limits = engine, limits
+        self._engine_args = {**engine.engine_args, **engine_args}
         self._router_values: dict[str, Any] = {
             "http": {"port": 0},
             "grpc": {"port": 0},
@@ -140,17 +142,15 @@ class Cluster:
             # The default policy learns, so placement would depend on earlier requests.
             "policy": "least_loaded",
             "health": HealthConfig(stall_s=LEASE_S),
-            **(router or {}),
+            **router,
         }
-        self._worker_values = worker or {}
-        self._other_routers = tuple(other_routers)
-        self._drain_timing, self._limits = drain_timing, limits
+        self._worker_values, self._other_routers = {**engine.worker, **worker}, [*other_routers]
         self._stack = AsyncExitStack()
-        self._engines: dict[str, FakeEngine] = {}
-        self.workers: dict[str, WorkerServer] = {}
+        self._workers: dict[str, StartedWorker] = {}
+        self._fakes: dict[str, FakeEngine] = {}
+        self.start_s = engine.start_s
         self.router: RouterServer
         self.http: str
-        self.grpc: str
         self.client: Client
 
     async def __aenter__(self) -> Self:
@@ -167,11 +167,103 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
+        async with self._stack:
             if kind is None:
-                await self.assert_no_leaks()
-        finally:
-            await self._stack.aclose()
+                await self.until_empty()
+            await asyncio.gather(*(worker.end() for worker in self._workers.values()))
+
+    async def _start(self) -> None:
+        await self.start_router()
+        self._stack.push_async_callback(self._stop_router)
+        self.client = await self._stack.enter_async_context(Client(self.grpc))
+        for name in self._first:
+            await self.add(name)
+        await self.until_ready()
+
+    async def start_router(self) -> None:
+        """Start the router. After a stop, it uses its former addresses."""
+        self.router = RouterServer(parse(RouterConfig, self._router_values), self._limits)
+        addresses = await self.router.start()
+        self.http, self.grpc = addresses.http, addresses.grpc
+        self.url = f"http://{self.http}"
+        for key, address in (("http", self.http), ("grpc", self.grpc)):
+            self._router_values[key] = {"port": int(address.rpartition(":")[2])}
+
+    async def _stop_router(self) -> None:
+        await self.router.stop()
+
+    async def add(
+        self,
+        name: str,
+        role: Role | None = None,
+        *,
+        engine_args: Mapping[str, object] = MappingProxyType({}),
+        **values: Any,
+    ) -> None:
+        """Start another worker, by default of the role in its name; `until_ready` waits for it.
+        `engine_args` and `values` of its configuration override those of the cluster."""
+        started = self._engine.start(
+            {
+                "worker_id": name,
+                "role": role or Role(name.partition("-")[0]),
+                "routers": [self.grpc, *self._other_routers],
+                "engine_args": {**self._engine_args, **engine_args},
+                **self._worker_values,
+                **values,
+            }
+        )
+        worker = self._workers[name] = await self._stack.enter_async_context(started)
+        if isinstance(worker, FakeWorker):
+            self._fakes[name] = worker.engine
+
+    @property
+    def names(self) -> Set[str]:
+        return self._workers.keys()
+
+    @property
+    def workers(self) -> dict[str, WorkerServer]:
+        """The workers with fake engines, which run in this process."""
+        return {x: y.server for x, y in self._workers.items() if isinstance(y, FakeWorker)}
+
+    def engine(self, name: str) -> FakeEngine:
+        """Return the fake engine of a worker, also after its end."""
+        return self._fakes[name]
+
+    def faults(self, name: str, faults: FakeFaults) -> None:
+        """Set the faults of one worker's fake engine from now on."""
+        self._fakes[name].faults = faults
+
+    def crash(self, name: str) -> None:
+        """Crash the fake engine of a worker, which reports it and waits to be stopped."""
+        self._fakes[name].crash()
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Expect a worker to be away from now on, because its engine has died."""
+        del self._workers[name]
+
+    def busy(self, *names: str) -> list[str]:
+        """Return the named workers with fake engines that have an open stream."""
+        return [x for x in names if self.workers[x].service.open_streams]
+
+    def freeze(self, name: str) -> None:
+        """Let a worker do nothing until `thaw`: SIGSTOP to a process."""
+        self._workers[name].freeze()
+
+    def thaw(self, name: str) -> None:
+        self._workers[name].thaw()
+
+    async def kill(self, name: str) -> None:
+        """End a worker without a drain, as SIGKILL does: every stream and transfer is cut."""
+        await self._workers.pop(name).kill()
+
+    async def end(self, name: str) -> int:
+        """End a worker as SIGTERM does. Return its exit code."""
+        return await self._workers.pop(name).end()
+
+    def open(self, ids: Sequence[int], sampling: SamplingParams, **values: Any) -> OpenRequest:
+        """Request an answer, and return the running request."""
+        return OpenRequest(self.client, ids, sampling, **values)
 
     async def ask(
         self,
@@ -199,76 +291,9 @@ class Cluster:
     def expected(
         self, token_ids: Sequence[int], sampling: SamplingParams, adapter: str = ""
     ) -> Answer:
-        """Return the answer of one undisturbed engine."""
+        """Return the answer of one undisturbed fake engine."""
         vocab_size = next(iter(self.workers.values())).info.model.vocab_size
         return fake_answer(token_ids, sampling, vocab_size, adapter)
-
-    def busy(self, *names: str) -> list[str]:
-        """Return the named workers that have an open stream."""
-        return [x for x in names if self.workers[x].service.open_streams]
-
-    def faults(self, name: str, faults: FakeFaults) -> None:
-        """Set the faults of one worker's engine from now on."""
-        self._engines[name].faults = faults
-
-    def engine(self, name: str) -> FakeEngine:
-        """Return the engine of a worker."""
-        return self._engines[name]
-
-    def crash(self, name: str) -> None:
-        """Crash the engine of a worker. The worker reports it and waits to be stopped."""
-        self._engines[name].crash()
-
-    async def kill(self, name: str) -> None:
-        """Stop a worker without a drain: every stream and transfer is cut."""
-        server = self.workers.pop(name)
-        await server.service.close()
-        await server.stop()
-
-    async def add(
-        self,
-        name: str,
-        role: Role,
-        *,
-        engine_args: dict[str, object] | None = None,
-        revision: str = "",
-        region: str = "",
-        model_name: str = "",
-    ) -> WorkerServer:
-        """Start another worker; `until_ready` waits for it. `engine_args` override those of the
-        cluster. `model_name`: of another model than the cluster's."""
-        named = {"model_names": (model_name,)} if model_name else {}
-        config = WorkerConfig(
-            worker_id=name,
-            role=role,
-            engine="fake",
-            routers=(self.grpc, *self._other_routers),
-            kv=KvConfig(hold_s=LEASE_S),
-            revision=revision,
-            engine_args={**self._engine_args, **(engine_args or {})},
-            **{"topology": TopologyConfig(region=region), **self._worker_values, **named},
-        )
-        instance_id = f"{name}-instance-{len(self._engines)}"
-        engine = make_engine(config, instance_id)
-        assert isinstance(engine, FakeEngine)
-        server = WorkerServer(
-            config, engine=engine, instance_id=instance_id, drain_timing=self._drain_timing
-        )
-        await server.start()
-        self._stack.push_async_callback(server.stop)
-        self._engines[name], self.workers[name] = engine, server
-        return server
-
-    async def start_router(self) -> None:
-        """Start the router. After a stop, it uses its former addresses."""
-        self.router = RouterServer(parse(RouterConfig, self._router_values), self._limits)
-        addresses = await self.router.start()
-        self.http, self.grpc = addresses.http, addresses.grpc
-        for key, address in (("http", self.http), ("grpc", self.grpc)):
-            self._router_values[key] = {"port": int(address.rpartition(":")[2])}
-
-    async def _stop_router(self) -> None:
-        await self.router.stop()
 
     def probes(self) -> tuple[int, int]:
         """Return the numbers of passed and failed probes of pairs by the router."""
@@ -278,76 +303,8 @@ class Cluster:
 
     async def roles(self) -> w.ModelNote:
         """Return the role targets of the router's autoscaler for its one model."""
-        reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
-        (roles,) = reply.roles
+        (roles,) = (await self.listed()).roles
         return roles
-
-    async def entries(self) -> dict[str, w.WorkerEntry]:
-        """Return the router's entries of its workers, by worker id."""
-        reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
-        return {entry.info.worker_id: entry for entry in reply.workers}
-
-    async def command(self, *words: str) -> int:
-        """Run a `pdserve` command for this router in this process. Return its exit status."""
-        return await asyncio.to_thread(main, [*words, "--grpc", self.grpc])
-
-    async def metrics(self) -> str:
-        """Return the router's page of metrics."""
-        url = f"http://{self.http}/metrics"
-        async with aiohttp.ClientSession() as session, session.get(url) as reply:
-            return await reply.text()
-
-    async def until_state(self, name: str, state: str) -> None:
-        """Wait until the router reports `state` for a worker."""
-
-        async def is_so() -> bool:
-            return (await self.entries())[name].state == state
-
-        await wait_until(is_so)
-
-    async def until_ready(self) -> None:
-        """Wait until the router can place work on every started worker."""
-
-        async def is_ready() -> bool:
-            entries = await self.entries()
-            return all(x in entries and entries[x].state == "ready" for x in self.workers)
-
-        await wait_until(is_ready)
-
-    async def assert_no_leaks(self) -> None:
-        """Wait until no live worker has an open stream or a pinned block, and the router has no
-        outstanding request. Raises AssertionError with the leaks."""
-
-        async def is_empty() -> bool:
-            return not await self._leaks()
-
-        with suppress(TimeoutError):
-            await wait_until(is_empty)
-        assert (leaks := await self._leaks()) == {}, leaks
-
-    async def _leaks(self) -> dict[str, str]:
-        leaks = {}
-        for name, server in self.workers.items():
-            worker, ledger = server.service, server.service.ledger()
-            if worker.open_streams or not ledger.is_empty:
-                leaks[name] = f"{worker.open_streams} streams, {ledger}"
-            load = worker.load()
-            if load is not None and load.free_blocks != server.info.total_blocks:
-                leaks[name] = f"{server.info.total_blocks - load.free_blocks} blocks"
-        for name, entry in (await self.entries()).items():
-            if entry.outstanding_requests or entry.outstanding_tokens:
-                leaks[f"{name} at the router"] = f"{entry.outstanding_requests} requests"
-        return leaks
-
-    async def _start(self) -> None:
-        await self.start_router()
-        self._stack.push_async_callback(self._stop_router)
-        channel = await self._stack.enter_async_context(rpc.open_channel(self.grpc))
-        self._registry = RegistryStub(channel)
-        self.client = await self._stack.enter_async_context(Client(self.grpc))
-        for name, role in self._roles.items():
-            await self.add(name, role)
-        await self.until_ready()
 
 
 async def ask_and_hold(
@@ -371,10 +328,9 @@ async def replace_workers(cluster: Cluster, names: Sequence[str]) -> None:
     """Drain and stop each worker in turn, and start another one with its name."""
     for name in names:
         assert await cluster.command("drain", name, "--timeout", "0.05", "--stop") == 0
-        server = cluster.workers.pop(name)
-        assert server.readiness.stop_requested.done()
-        await server.stop()  # what its process does when `stop_requested` is done
-        await cluster.add(name, Role(name.partition("-")[0]))
+        assert cluster.workers[name].readiness.stop_requested.done()
+        await cluster.end(name)  # what its process does when `stop_requested` is done
+        await cluster.add(name)
         await cluster.until_ready()
 
 

@@ -1,4 +1,4 @@
-"""Routers and workers in their own processes, so that a test can kill them."""
+"""Routers and workers in their own processes, so that a test can kill or freeze them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pdserve.process.forkserver import Forked, Process
 
 _LOG = Path("/dev/stderr")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @functools.cache
@@ -36,13 +37,17 @@ def _vllm_server() -> ForkServer:
     return server
 
 
+def _environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that finds the modules of this checkout."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **changes}
+
+
 async def start_python(
     module: str, *args: str, env: Mapping[str, str] | None = None, fds: Sequence[int] = ()
 ) -> Forked:
     """Run `python -m module *args` with `env` added to the environment."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    whole = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **(env or {})}
-    return await _vllm_server().start(module, *args, env=whole, fds=fds)
+    return await _vllm_server().start(module, *args, env=_environment(env or {}), fds=fds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,20 @@ class RunningProcess:
         self.process.kill()
         await self.exit_code()
 
-    async def stop(self) -> None:
-        """Send SIGTERM and wait for the end."""
-        self.process.send_signal(signal.SIGTERM)
-        await self.exit_code()
+    def freeze(self) -> None:
+        """Stop the process with SIGSTOP: it does nothing until `thaw`."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let the process go on with SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    async def end(self) -> int:
+        """Send SIGTERM if it still runs, and return the exit code. A frozen process goes on."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.thaw()
+        return await self.exit_code()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +123,20 @@ async def until_workers(address: str, count: int) -> None:
 
 @asynccontextmanager
 async def worker_process(**options: object) -> AsyncIterator[RunningProcess]:
-    """Run `pdserve worker` with a fake engine and the configuration `options`. It waits for its
-    routers."""
+    """Run `pdserve worker` with the configuration `options`, by default with a fake engine. It
+    waits for its routers. One with vLLM is forked from a process that has imported it."""
     async with _process("worker", {"engine": "fake", **options}) as running:
         yield running
 
 
 @asynccontextmanager
-async def _process(kind: str, settings: dict[str, object]) -> AsyncIterator[RunningProcess]:
-    values = [x for key, value in settings.items() for x in ("--set", f"{kind}.{key}={value}")]
-    started = launched(None, "pdserve", kind, *values, env=os.environ, log=_LOG)
+async def _process(kind: str, settings: dict[str, Any]) -> AsyncIterator[RunningProcess]:
+    texts = {key: x if isinstance(x, str) else json.dumps(x) for key, x in settings.items()}
+    values = [x for key, text in texts.items() for x in ("--set", f"{kind}.{key}={text}")]
+    server = _vllm_server() if settings.get("engine") == "vllm" else None
+    env = _environment(_ONE_THREAD if server else {})
+    started = launched(server, "pdserve", kind, *values, env=env, log=_LOG)
     async with started as (process, reports):
         running = RunningProcess(process, reports)
         yield running
-        if process.returncode is None:
-            await running.stop()
+        await running.end()

@@ -32,6 +32,7 @@ from tests.support.fake_router import (
     running_worker,
     token_ids,
 )
+from tests.support.started_workers import fake
 from tests.support.timeouts import wait_until
 from workers.control.worker_drain import DrainManager, DrainTiming
 from workers.control.worker_intake import RoleChangeState, WorkerIntake
@@ -416,7 +417,7 @@ class TestRole:
 
     async def test_an_unsettled_role_change_is_undone(self) -> None:
         timing = DrainTiming(settle_s=0.05)
-        async with Cluster(prefill=2, decode=1, drain_timing=timing) as cluster:
+        async with Cluster(prefill=2, decode=1, engine=fake(timing)) as cluster:
             worker = cluster.workers["prefill-0"]
             await worker.drains.change_role(Role.DECODE, 1.0)
             assert worker.info.role is Role.DECODE
