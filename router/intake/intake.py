@@ -200,9 +200,10 @@ class Intake:
     def check_allowed(self, tenant: str, name: str | None, model: ModelInfo) -> None:
         """Raise PermissionDenied if the tenant may not use `model`, which `name` names, or the
         adapter with this name."""
-        allowed = self.door.allowed_models(tenant)
+        if (allowed := self.door.allowed_models(tenant)) is None:
+            return
         names = model.names if name in (None, "", *model.names) else (name,)
-        if allowed is not None and allowed.isdisjoint(names):
+        if allowed.isdisjoint(names):
             text = f"tenant {tenant} may not use model {name or model.name}"
             raise PermissionDenied(text, field="model")
 
