@@ -83,8 +83,6 @@ class ReceivePart(Generic[LinkT]):
     """The part of a transfer that one producer rank sends. `page_parts` has one entry for each
     group of the subscription."""
 
-    transfer_id: str
-    request_id: str
     link: LinkT
     subscription: Subscribe
     page_parts: Sequence[PagePart]
@@ -99,6 +97,10 @@ class ReceivePart(Generic[LinkT]):
     was_nacked: bool = False
     writing: int = 0  # chunks in progress
     is_done: bool = False
+
+    @property
+    def transfer_id(self) -> str:
+        return self.subscription.transfer_id
 
 
 @dataclass(slots=True)
@@ -168,7 +170,7 @@ class Consumer(Generic[LinkT]):
         self._transfers[transfer_id] = ReceiveTransfer(
             request_id,
             [
-                ReceivePart(transfer_id, request_id, link, subscription, parts, now, now)
+                ReceivePart(link, subscription, parts, now, now)
                 for link, subscription, parts in subscriptions
             ],
         )

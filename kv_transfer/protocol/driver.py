@@ -121,11 +121,11 @@ class Driver:
 
     def write(self, link: Link) -> None:
         """Writer thread: send the link's queued items, waiting for the peer."""
-        with link.writing:
+        with link.stream.writing:
             try:
                 self._write_queued(link, may_wait=True)
             finally:
-                while link.sending:  # after an error
+                while link.queue.sending:  # after an error
                     with contextlib.suppress(OSError, KvTransferError):
                         self._end_send(link)
         self._flush()
@@ -151,7 +151,7 @@ class Driver:
             logger.info("KV link to %s closed: %s", link.peer, reason)
         # Not `_flush`, which drops links itself and would recurse deeply with many links.
         for each in links:
-            each.wake_writer()
+            each.queue.wake()
 
     # -- for the engine's step
 
@@ -221,7 +221,7 @@ class Driver:
             elif isinstance(action, DigestBlocks):
                 self.undigested.put(action.transfer_id)
             else:
-                action.link.queue(action.message if isinstance(action, Send) else action)
+                action.link.queue.put(action.message if isinstance(action, Send) else action)
                 links.add(action.link)
         self._queued |= links
         if releases:
@@ -250,35 +250,36 @@ class Driver:
                     self._show_results()
                     return
             for link in links:
-                if link.transport and link.writing.acquire(blocking=False):
+                if link.transport and link.stream.writing.acquire(blocking=False):
                     try:
                         self._write_queued(link, may_wait=False)
                     except (OSError, KvTransferError) as error:
                         self.fail_link(link, error)
                     finally:
-                        link.writing.release()
+                        link.stream.writing.release()
                 if link.has_items:
-                    link.wake_writer()
+                    link.queue.wake()
 
     def _write_queued(self, link: Link, *, may_wait: bool) -> None:
-        """Send queued items in order. The caller holds `link.writing`, and then calls `_flush`."""
-        while (item := link.take()) is not None or link.sending:
+        """Send queued items in order. The caller holds the stream's `writing`, and then calls
+        `_flush`."""
+        while (item := link.queue.take()) is not None or link.queue.sending:
             if item is None:
-                link.write_pieces([])
+                link.stream.write_pieces([])
                 self._end_send(link)
             elif not isinstance(item, SendChunk):
-                link.buffer(item)
+                link.stream.buffer(item)
             elif may_wait or (link.producer is not None and link.producer.is_quick):
                 self._send_chunk(link, item)
             else:
-                link.put_back(item)
+                link.queue.put_back(item)
                 break
         # One write, so that the peer's reader wakes once: a short transfer is one chunk and
         # TransferDone.
         if may_wait:
-            link.write_pieces([])
+            link.stream.write_pieces([])
         else:
-            link.send_buffered()
+            link.stream.send_buffered()
 
     def _send_chunk(self, link: Link, chunk: SendChunk[Link]) -> None:
         """Send a chunk, unless its transfer was closed or rewound meanwhile."""
@@ -294,22 +295,23 @@ class Driver:
             size = region.size_bytes(len(chunk.block_ids))
             message = ChunkReady(chunk.transfer_id, chunk.first, len(chunk.block_ids), size)
             copy = channel.send(message, chunk.block_ids, chunk.part)
-            has_ended = not link.sending and copy.has_ended
+            has_ended = not link.queue.sending and copy.has_ended
         except BaseException:
             self._record_send(chunk, begun, 0)
             raise
         if has_ended:
             self._record_send(chunk, begun, size)
             return
-        link.sending.append(Sending(chunk, copy, begun, size))
+        link.queue.sending.append(Sending(chunk, copy, begun, size))
         with self.lock:
             self._queue(self.producer.next_chunk(chunk, time.monotonic()))
-        while len(link.sending) >= MAX_IN_FLIGHT:
+        while len(link.queue.sending) >= MAX_IN_FLIGHT:
             self._end_send(link)
 
     def _end_send(self, link: Link) -> None:
         """Wait until the link's oldest chunk is sent."""
-        chunk, copy, begun, size = link.sending.popleft()
+        queue = link.queue
+        chunk, copy, begun, size = queue.sending.popleft()
         try:
             copy.wait()
         except BaseException:
@@ -317,7 +319,7 @@ class Driver:
             raise
         ended = self._record_send(chunk, begun, size)
         # Overlapping sends are counted once.
-        link.sending = deque(x._replace(begun=max(x.begun, ended)) for x in link.sending)
+        queue.sending = deque(x._replace(begun=max(x.begun, ended)) for x in queue.sending)
 
     def _record_send(self, chunk: SendChunk[Link], begun: float, sent_bytes: int) -> float:
         """Record the end of a copy, which failed if `sent_bytes` is 0. Return the current time."""
@@ -337,4 +339,4 @@ def _is_unwritten(link: Link) -> bool:
     must read of the end of a transfer before the blocks are written again, because its last copy
     may still read them."""
     copies = link.producer is not None and link.producer.is_quick
-    return copies and not link.is_down and (link.has_items or link.writing.locked())
+    return copies and not link.is_down and (link.has_items or link.stream.writing.locked())

@@ -59,7 +59,7 @@ class Handshake:
             raise KvTransferError(f"invalid KV address {address!r}") from error
         self._secure(link, sock, is_server=False)
         nonce = self._auth.nonce()
-        link.send_handshake(
+        link.stream.send_handshake(
             Hello(
                 PROTOCOL_VERSION,
                 self._instance_id,
@@ -70,7 +70,7 @@ class Handshake:
                 self._settings.tls,
             )
         )
-        answer = link.read()
+        answer = link.stream.read()
         if isinstance(answer, RefuseHandshake):
             raise HandshakeRefused(answer.reason)
         if not isinstance(answer, Welcome):
@@ -81,7 +81,7 @@ class Handshake:
             raise HandshakeRefused("the producer has been restarted")
         link.peer_instance_id = instance_id
         name, channel, details = self._choose(link, answer)
-        link.send_handshake(Select(name, details, self._auth.prove("consumer", *signed)))
+        link.stream.send_handshake(Select(name, details, self._auth.prove("consumer", *signed)))
         self._end(link)
         link.consumer = channel
         if link.downgrade:
@@ -127,7 +127,7 @@ class Handshake:
         """Answer a consumer that connected. Sets `link.producer`. `refusal`: why consumers are
         refused now, or "". Raises OSError and KvTransferError."""
         self._secure(link, sock, is_server=True)
-        hello = link.read()
+        hello = link.stream.read()
         if not isinstance(hello, Hello):
             raise ProtocolError("expected Hello")
         if reason := self._refusal_of(hello) or refusal:
@@ -141,8 +141,8 @@ class Handshake:
             and (offer := self._transports[name].offer(self._local)) is not None
         ]
         proof = self._auth.prove("producer", *signed)
-        link.send_handshake(Welcome(self._instance_id, boot_id(), offers, nonce, proof))
-        answer = link.read()
+        link.stream.send_handshake(Welcome(self._instance_id, boot_id(), offers, nonce, proof))
+        answer = link.stream.read()
         if isinstance(answer, RefuseHandshake):
             raise HandshakeRefused(answer.reason)
         if not isinstance(answer, Select) or answer.transport not in self._transports:
@@ -169,18 +169,19 @@ class Handshake:
         link.open(sock, self._settings.send_timeout_s)
         sock.settimeout(self._settings.handshake_timeout_s)
         if is_server and self._auth.lacks_tls(sock):
-            link.read()  # a socket that is closed with bytes unread would not deliver the reason
+            # A socket that is closed with bytes unread would not deliver the reason.
+            link.stream.read()
             reason = "the producer requires TLS, and this worker has no worker.access.tls"
             raise _refused(link, reason)
         if (tls := self._auth.secure(sock, is_server=is_server)) is not None:
-            link.begin_tls(tls)
+            link.stream.begin_tls(tls)
 
     def _end(self, link: Link) -> None:
         settings = self._settings
-        link.end_handshake(settings.handshake_timeout_s, keeps_tls=settings.tls)
+        link.stream.end_handshake(settings.handshake_timeout_s, keeps_tls=settings.tls)
 
 
 def _refused(link: Link, reason: str) -> HandshakeRefused:
     """Send the peer the reason of a refusal, and return the refusal."""
-    link.send_handshake(RefuseHandshake(reason))
+    link.stream.send_handshake(RefuseHandshake(reason))
     return HandshakeRefused(reason)

@@ -68,9 +68,9 @@ def _write(link: Link, driver: Driver) -> None:
     try:
         driver.local.memory.enter_thread()
         while link.wait_for_items():
-            if (opening := link.take_opening()) is not None:
-                with link.writing:
-                    opening.open()
+            if link.queue.take_opening() and link.producer is not None:
+                with link.stream.writing:
+                    link.producer.open()
             driver.write(link)
     except Exception as error:  # noqa: BLE001 - top of the thread: it ends the link
         driver.fail_link(link, error)
@@ -84,13 +84,13 @@ def _receive_next(link: Link, driver: Driver, receiving: _Receiving) -> None:
     is_late = consuming is not None and consuming.is_pull and driver.consumer.digest_one_in > 1
     ended: list[KvMessage] = []
     while True:
-        message = link.read()
+        message = link.stream.read()
         if is_late and isinstance(message, TransferDone):
             receiving.finish()  # copies must end before messages behind this one are read
             ended.append(message)
         else:
             _receive(link, driver, receiving, message)
-        if not (ended and link.has_input()):
+        if not (ended and link.stream.has_input()):
             break
     for message in ended:
         _receive(link, driver, receiving, message)
@@ -111,7 +111,7 @@ def _receive(link: Link, driver: Driver, receiving: _Receiving, message: KvMessa
         )
 
     if isinstance(message, Subscribe):
-        link.open_producer()
+        link.queue.request_opening()
 
     if isinstance(message, Inner):
         channel = consuming or producing
@@ -159,7 +159,7 @@ class _Receiving:
         consuming = self._link.consumer
         # A sending producer waits for our answers to its messages.
         wait_s = 0.0 if consuming is None or consuming.is_pull else INPUT_POLL_S
-        while self._chunks and not self._link.has_input(wait_s):
+        while self._chunks and not self._link.stream.has_input(wait_s):
             if wait_s:
                 self._finish_ended()
             else:

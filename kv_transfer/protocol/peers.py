@@ -92,7 +92,7 @@ class Peers:
         key = address, instance_id
         link = self._dialled.get(key)
         if link is None or link.is_down or link.is_worn:
-            link = self._dialled[key] = Link(address, is_dialled=True)
+            link = self._dialled[key] = self._new_link(address, is_dialled=True)
             self._start(link, lambda: self._dial(link, address, instance_id))
         return link
 
@@ -117,7 +117,7 @@ class Peers:
                     logger.warning("cannot accept a KV link: %s", error)
                     time.sleep(0.1)
                 continue
-            self._serve(Link("{}:{}".format(*address[:2]), is_dialled=False), sock)
+            self._serve(self._new_link("{}:{}".format(*address[:2]), is_dialled=False), sock)
 
     def _end_worn(self) -> None:
         """End links to producers that others have replaced, once nothing uses them."""
@@ -145,11 +145,14 @@ class Peers:
                 sock.close()
                 logger.warning("cannot serve a KV link: %s", error)
 
+    def _new_link(self, address: str, *, is_dialled: bool) -> Link:
+        timeout_s = self._handshake_timeout_s
+        return Link(address, is_dialled=is_dialled, handshake_timeout_s=timeout_s)
+
     def _start(self, link: Link, handshake: Callable[[], None]) -> None:
         """Start the link's threads and enter it in the table. The caller holds the lock."""
         self.links = {each for each in self.links if not each.is_over}
         self._dialled = {key: each for key, each in self._dialled.items() if not each.is_over}
-        link.handshake_end = time.monotonic() + self._handshake_timeout_s
         start_reader(link, self.driver, handshake)
         self.links.add(link)
 

@@ -157,7 +157,7 @@ def _received(peers: Peers, now: float) -> Iterator[TransferView]:
     for transfer, part in peers.driver.consumer:
         yield TransferView(
             transfer_id=_shown(part.transfer_id),
-            request_id=part.request_id,
+            request_id=transfer.request_id,
             side=CONSUMER,
             state=transfer.state,
             peer=part.link.peer,

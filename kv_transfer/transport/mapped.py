@@ -36,11 +36,11 @@ class MappedProducer(ProducerChannel):
     is_quick = True
 
     def __init__(self, link: Link, name: str) -> None:
-        self._link = link
+        self._stream = link.stream
         self.name = name
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> BlockCopy:
-        self._link.buffer(replace(chunk, block_ids=block_ids))
+        self._stream.buffer(replace(chunk, block_ids=block_ids))
         return EndedCopy(b"")
 
 

@@ -25,11 +25,11 @@ class TcpProducer(ProducerChannel):
 
     def __init__(self, local: LocalKv, link: Link) -> None:
         self._regions = local.regions
-        self._link = link
+        self._stream = link.stream
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> BlockCopy:
         pages = source_of(self._regions, part).pages(block_ids)
-        self._link.write_pieces([memoryview(encode(chunk)), *pages])
+        self._stream.write_pieces([memoryview(encode(chunk)), *pages])
         return EndedCopy(b"")
 
 
@@ -38,7 +38,7 @@ class TcpConsumer(ConsumerChannel):
 
     def __init__(self, local: LocalKv, link: Link) -> None:
         self._regions = local.regions
-        self._link = link
+        self._stream = link.stream
 
     def receive(
         self,
@@ -50,11 +50,11 @@ class TcpConsumer(ConsumerChannel):
         if block_ids is None or part is None:
             rest, scratch = chunk.size, memoryview(bytearray(min(chunk.size, _DISCARD_BYTES)))
             while rest:
-                self._link.fill([scratch[:rest]])
+                self._stream.fill([scratch[:rest]])
                 rest -= len(scratch[:rest])
             return EndedCopy(b"")
         region = target_of(self._regions, part)
-        self._link.fill(region.pages(block_ids))
+        self._stream.fill(region.pages(block_ids))
         return EndedCopy(region.digests(block_ids))
 
 

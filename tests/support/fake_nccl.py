@@ -276,6 +276,10 @@ class FakeLink:
         self.is_down = False
         self.behind: list[KvMessage] = []
 
+    @property
+    def stream(self) -> FakeLink:
+        return self
+
     def post(self, message: KvMessage) -> None:
         self.sock.sendall(encode(message))
 

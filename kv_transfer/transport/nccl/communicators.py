@@ -62,7 +62,7 @@ class Communicator:
         # producer. Peek only, because the producer's next message may have arrived already: its
         # send can complete before our receive.
         with contextlib.suppress(BlockingIOError):
-            if not self._link.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            if not self._link.stream.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 raise LinkClosed("the producer closed the link inside a chunk")
 
     def enter(self) -> None:

@@ -267,7 +267,7 @@ class NcclProducer(_LinkEnd, ProducerChannel):
         region = whole.narrowed(part.source_layers, part.source_start, part.size)
         is_direct = part.group in self._direct and region is whole
         block_bytes = region.geometry.block_bytes
-        self._link.write(chunk)
+        self._link.stream.write(chunk)
         most = self._direct_run if is_direct else self._slot_bytes // block_bytes
         with self._using():
             runs = [
@@ -431,7 +431,7 @@ class NcclProducer(_LinkEnd, ProducerChannel):
             communicator.join(offer.number, offer.unique_id, timeout_s)
 
     def _write(self, message: KvMessage) -> None:
-        self._link.write(Inner(pack(message)))
+        self._link.stream.write(Inner(pack(message)))
 
 
 class NcclConsumer(_LinkEnd, ConsumerChannel):
@@ -474,7 +474,7 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
                     runs.append(run)
                     done += count
         behind, self._behind = self._behind, []
-        self._link.unread(behind)
+        self._link.stream.unread(behind)
         if block_ids is None or region is None:
             return _Moving(self, runs, _no_digests)
         return _Moving(self, runs, functools.partial(region.begin_digests, block_ids, checked))
@@ -563,10 +563,10 @@ class NcclConsumer(_LinkEnd, ConsumerChannel):
 
     def _read(self) -> KvMessage:
         # Free our slot, because the producer may wait for a slot that another link of ours blocks.
-        while self._flying and not self._link.has_input(INPUT_POLL_S):
+        while self._flying and not self._link.stream.has_input(INPUT_POLL_S):
             self._end_runs()
         with nullcontext() if self._flying else self._idle():
-            message = self._link.read()
+            message = self._link.stream.read()
         if isinstance(message, Inner):
             return decode(message.body, KINDS)
         if self._refused != self.communicator.number:

@@ -25,6 +25,10 @@ class Link:
     def __init__(self) -> None:
         self.written: list[ChunkReady] = []
 
+    @property
+    def stream(self) -> Link:
+        return self
+
     def buffer(self, message: ChunkReady) -> None:
         self.written.append(message)
 

@@ -129,7 +129,8 @@ class Input:
     """A link from whose producer nothing comes before the copies have ended."""
 
     def __init__(self, channel: Channel, *, is_pull: bool) -> None:
-        self.consumer, self.is_pull, self.channel = self, is_pull, channel
+        self.consumer = self.stream = self
+        self.is_pull, self.channel = is_pull, channel
 
     def has_input(self, wait_s: float) -> bool:
         assert (wait_s == 0) == self.is_pull

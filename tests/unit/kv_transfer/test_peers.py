@@ -12,7 +12,7 @@ import torch
 from kv_transfer.cache.geometry import KvGroup
 from kv_transfer.cache.gpu_memory import DeviceRegion, device_region
 from kv_transfer.errors import LinkClosed
-from kv_transfer.protocol.link import Link
+from kv_transfer.protocol.message_stream import MessageStream
 from kv_transfer.protocol.messages import (
     HEADER,
     PROTOCOL_VERSION,
@@ -151,7 +151,7 @@ def test_blocks_that_are_given_up_during_the_copy_are_not_accepted_without_their
     (sending,) = source.driver.producer
     until(lambda: inside.is_set() and sending.state == "sent", source)
     source.step(released=["t"])
-    until(lambda: not any(x.has_items or x.writing.locked() for x in source.links), source)
+    until(lambda: not any(x.has_items or x.stream.writing.locked() for x in source.links), source)
     assert source.sent == ["p-t"]
     source.cache.write(FROM[1], seed=77)
     go_on.set()
@@ -332,7 +332,7 @@ def test_blocks_are_not_written_again_before_a_consumer_that_copies_is_sent_the_
     source.compute("t", FROM, N - 1)
     until(lambda: source.look().transfers[0].transport, source)
     (link,) = source.links
-    with link.writing:
+    with link.stream.writing:
         source.finish("t")
         source.collect()
         assert source.sent == []
@@ -469,16 +469,16 @@ def test_a_producer_that_stops_inside_a_chunk_does_not_keep_the_blocks(
 ) -> None:
     source, target = tcp_workers.pair()
     inside, go_on = threading.Event(), threading.Event()
-    real = Link.write_pieces
+    real = MessageStream.write_pieces
 
-    def stop(link: Link, pieces: Sequence[memoryview]) -> None:
-        real(link, pieces[:2])
+    def stop(stream: MessageStream, pieces: Sequence[memoryview]) -> None:
+        real(stream, pieces[:2])
         if pieces[2:]:
             inside.set()
             go_on.wait()
             raise LinkClosed("the producer goes on too late")
 
-    monkeypatch.setattr(Link, "write_pieces", stop)
+    monkeypatch.setattr(MessageStream, "write_pieces", stop)
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
     assert inside.wait(WAIT_S)

@@ -14,7 +14,7 @@ def test_a_kv_link_ends_when_the_other_host_is_silent(*, is_dialled: bool, timeo
     """A consumer that waits for KV must give up before a producer whose consumer is busy."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sock = socket.create_connection(server.getsockname())
-        link = Link("peer", is_dialled=is_dialled)
+        link = Link("peer", is_dialled=is_dialled, handshake_timeout_s=20.0)
         link.open(sock, send_timeout_s=20.0)
         found_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert found_ms == timeout_s * 1000
