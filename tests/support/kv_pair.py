@@ -142,7 +142,10 @@ class KvWorker:
 
     @property
     def is_empty(self) -> bool:
-        return not (len(self.driver.producer) or len(self.driver.consumer))
+        """True without transfers, and without releases whose last message is being written."""
+        driver = self.driver
+        with driver.lock:
+            return not (len(driver.producer) or len(driver.consumer) or driver._releasing)
 
     def look(self) -> snapshot.KvSnapshot:
         return snapshot.take(self.peers)
