@@ -289,6 +289,16 @@ class Engine(Protocol):
         weights."""
         ...
 
+    async def stage_weights(self, files: WeightFiles) -> None:
+        """Load checked weights beside those in use, if the engine can and has the memory, so that
+        `update_weights` takes less time. Requests are served meanwhile. It keeps them until
+        `update_weights` or `unstage_weights`."""
+        ...
+
+    def unstage_weights(self) -> None:
+        """Free weights that were loaded in advance. Idempotent."""
+        ...
+
     async def update_weights(self, files: WeightFiles) -> None:
         """Load weights, and forget all cached KV. There are no requests in the engine. After an
         error its weights are unknown."""

@@ -34,6 +34,7 @@ from workers.link.control_rpc import ControlServicer
 from workers.link.debug_http import debug_handler
 from workers.link.registration import Registrations
 from workers.link.router_link import OpenLinks, RouterLink
+from workers.link.trainer_calls import TrainerCalls
 from workers.make_engine import make_engine
 from workers.metering.energy import Unmeasured, meter, nvml_counter, rapl_counter
 from workers.metering.gpu_health import Gpus
@@ -195,6 +196,9 @@ class WorkerServer:
     async def _serve_pages(self, debug: socket.socket) -> None:
         shown = (self._gpus, CertificateCollector(self._config.access))
         browsers = BrowserGuard(checks_host=not is_exposed(self._config.debug.host))
+        trainers = None
+        if self._config.trainer_calls:
+            trainers = await self._stack.enter_async_context(TrainerCalls(self._config))
         pages = debug_handler(
             self.service,
             self.intake,
@@ -202,6 +206,7 @@ class WorkerServer:
             shown,
             self.readiness.why_unready,
             browsers,
+            trainers,
         )
         web = HttpServer(pages, debug)
         self._stack.push_async_callback(web.stop)

@@ -156,6 +156,12 @@ class WorkerConfig(Section, frozen=True):
         about("""Directories from which the weights of the model may be replaced while the worker
         runs (`pdserve weights update`), at any depth. Empty: they cannot."""),
     ] = ()
+    trainer_calls: Annotated[
+        Endpoint,
+        about("""Address of a router's HTTP API, `http://host:8000`, to which the worker passes on
+        trainers' calls at its own `debug` address, with their credentials. Empty: none. Needs
+        `weights_directories`."""),
+    ] = ""
     otlp_endpoint: Annotated[
         Endpoint, about("OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.")
     ] = ""
@@ -184,6 +190,8 @@ class WorkerConfig(Section, frozen=True):
         if self.adapters and self.engine_args.get("enable_lora") is False:
             refuse("engine_args.enable_lora", "must not be false if adapters are listed")
         access, tls = self.access, self.access.tls
+        if self.trainer_calls and not (self.weights_directories and self.debug.host):
+            refuse("trainer_calls", "needs weights_directories and debug.host")
         if self.kv.tls and not tls.is_mutual:
             files = "access.tls.cert_file, key_file and ca_file, with require_client_cert"
             refuse("kv.tls", f"needs {files}")

@@ -192,6 +192,8 @@ class WeightsApi:
                 "model": m.info.model.name,
                 "state": m.state.value,
                 "weight_version": m.reported.weights.version or "default",
+                # It answers trainers' calls with `worker.trainer_calls`.
+                "address": m.info.debug_address,
             }
             for m in self._fleet.members.values()
             if not m.lost

@@ -1,8 +1,8 @@
 """Changes the weights of a model on all its workers, as one transaction.
 
-    prepare   every worker checks the files             any refusal ─► all resume, unchanged
+    prepare   every worker checks and loads the files   any refusal ─► all resume, unchanged
     quiesce   no worker accepts requests, streams end   any failure ─► all resume, unchanged
-    commit    every worker loads the weights            a worker that cannot ends
+    commit    every worker takes the weights            a worker that cannot ends
     resume    workers with the new weights serve
 
 From the first commit on, every router sends requests to workers with the new weights alone

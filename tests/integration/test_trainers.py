@@ -60,3 +60,24 @@ async def test_slime_updates_the_weights_and_deletes_their_files(tmp_path: Path)
         await engines.slime_update(tmp_path / "2", 2, keeps_files=True)
         await cluster.until_ready()
         assert_spans(await cluster.ask(PROMPT, LONG), {"2": digests[2]}, cluster)
+
+
+async def test_calls_at_the_addresses_of_workers_make_one_update(tmp_path: Path) -> None:
+    async with (
+        trained(tmp_path) as (cluster, digests),
+        Engines([cluster.http]) as router,
+    ):
+        for name in ("prefill-0", "decode-0"):
+            await cluster.add(name, trainer_calls=cluster.url)
+        await cluster.until_ready()
+        (listed,) = await router.call("GET", "/v1/rl/workers")
+        addresses = [x["address"] for x in listed["workers"]]
+        assert addresses == [x.info.debug_address for x in cluster.workers.values()]
+        async with Engines(addresses) as engines:
+            await engines.prime_rl_ready("pdserve-demo")
+            await engines.prime_rl_update(tmp_path / "1")
+            assert await updates(cluster) == 1
+            assert await engines.slime_versions() == {"1"}
+            assert_spans(await cluster.ask(PROMPT, LONG), {"1": digests[1]}, cluster)
+            await engines.slime_update(tmp_path / "2", 2, keeps_files=True)
+            assert await updates(cluster) == 2

@@ -16,9 +16,9 @@ from pdserve.cli.verify.endpoint import Endpoint
 from pdserve.cli.verify.outcome import Passed
 from pdserve.cli.verify.report import run_check
 from pdserve.cli.verify.weights import WEIGHTS_CHECKS
-from pdserve.errors import Unavailable
+from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.model.weight_deltas import find_files, read_weights, write_delta
-from pdserve.types import FinishReason, QuiesceMode
+from pdserve.types import FinishReason, ModelWeights, QuiesceMode
 from tests.support.checkpoints import assert_spans, checkpoint, continued, post, trained
 from tests.support.cluster import LONG, PLAIN, PROMPT, Answer, Cluster, Trigger
 from tests.support.timeouts import WAIT_S, wait_until
@@ -375,3 +375,50 @@ async def test_updates_under_load_and_deaths_mix_no_weights(tmp_path: Path) -> N
             is_over.set()
             await asyncio.gather(*asking)
         assert min(counts) > 0
+
+
+async def test_weights_loaded_in_advance_are_freed_when_the_update_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trained(tmp_path, prefill=1, decode=1) as (cluster, _):
+        decode, held = cluster.engine("decode-0"), []
+
+        async def refuse(files: WeightFiles) -> str:
+            held.append(decode.staged == files)
+            raise InvalidRequest("not these", field="weights.path")
+
+        monkeypatch.setattr(cluster.engine("prefill-0"), "check_weights", refuse)
+        status, _ = await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
+        assert (status, held) == (400, [True])
+        assert decode.staged is None
+
+
+async def test_weights_loaded_in_advance_are_freed_when_the_router_is_gone(
+    tmp_path: Path,
+) -> None:
+    async with trained(tmp_path, aggregated=1) as (cluster, _):
+        updater, engine = cluster.workers["aggregated-0"].weights, cluster.engine("aggregated-0")
+        gone, new = ("gone", "router elsewhere"), ModelWeights(1, "1", str(tmp_path / "1"))
+        await updater.prepare(*gone, WAIT_S, new)
+        assert engine.staged is not None
+        await updater.quiesce(*gone, 0.1, QuiesceMode.KEEP, 0.0)
+        await wait_until(lambda: engine.staged is None)
+        await cluster.until_ready()
+
+
+async def test_weights_are_not_loaded_in_advance_while_no_requests_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trained(tmp_path, aggregated=1) as (cluster, _):
+        staged = list[object]()
+
+        async def stage(files: WeightFiles) -> None:
+            staged.append(files)
+
+        monkeypatch.setattr(cluster.engine("aggregated-0"), "stage_weights", stage)
+        await post(cluster, "/pause", mode="keep")
+        assert (await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1")))[0] == 200
+        await post(cluster, "/resume")
+        assert staged == []
+        assert (await post(cluster, "/update_weights", weight_dir=str(tmp_path / "2")))[0] == 200
+        assert len(staged) == 1

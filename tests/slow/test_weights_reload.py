@@ -4,6 +4,7 @@ back to the first weights gives the first tokens. The updates are made with trai
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.demo import MODEL_DIR
-from pdserve.model.weight_deltas import write_delta
+from pdserve.model.weight_deltas import WeightFiles, write_delta
 from pdserve.types import SamplingParams
 from tests.support.cluster import Cluster
 from tests.support.engines import EngineProcess, settings
+from tests.support.model_kinds import make_kind
 from tests.support.started_workers import vllm
 from tests.support.trainers import Engines
 
@@ -22,10 +24,10 @@ PROMPT = list(range(20, 200))
 PLAIN = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 
 
-def trained(target: Path, seed: int) -> Path:
-    """Write a copy of the demo model with other weights. Its output layer is tied to its input
-    embedding, so both have to take the new weight."""
-    shutil.copytree(MODEL_DIR, target)
+def trained(target: Path, seed: int, model: Path = Path(MODEL_DIR)) -> Path:
+    """Write a copy of a model, by default the demo, with other weights. The demo's output layer is
+    tied to its input embedding, so both have to take the new weight."""
+    shutil.copytree(model, target)
     file = next(target.glob("*.safetensors"))
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -84,3 +86,47 @@ async def test_tokens_after_an_update_are_those_of_engines_with_the_new_weights(
         await oracle.close()
     assert whole.token_ids != first.token_ids
     assert 40 <= len(before) < PLAIN.max_tokens
+
+
+async def test_weights_loaded_in_advance_are_those_of_engines_with_the_new_weights(
+    tmp_path: Path,
+) -> None:
+    model = Path(MODEL_DIR)
+    new = [trained(tmp_path / str(seed), seed) for seed in (1, 2)]
+    write_delta(new[1], model, tmp_path / "back")
+    served = await EngineProcess.start(settings(MODEL_DIR, max_num_batched_tokens=256))
+    oracle = await EngineProcess.start(settings(new[1], max_num_batched_tokens=256))
+    try:
+        first = await served.run(PROMPT, PLAIN)
+        # The first of two that are loaded in advance is freed, as after an update that failed.
+        assert await served.stage_weights(WeightFiles(str(new[0])))
+        stream = served.submit(PROMPT, PLAIN)
+        assert await served.stage_weights(WeightFiles(str(new[1])))
+        assert (await served.collect(stream)).token_ids == first.token_ids
+        await served.update_weights(WeightFiles(str(new[1])))
+        expected = await oracle.run(PROMPT, PLAIN)
+        assert (await served.run(PROMPT, PLAIN)).token_ids == expected.token_ids
+        assert expected.token_ids != first.token_ids
+        # A difference; then weights that were not loaded in advance.
+        back = WeightFiles(str(new[1]), (str(tmp_path / "back"),))
+        assert await served.stage_weights(back)
+        await served.update_weights(back)
+        assert (await served.run(PROMPT, PLAIN)).token_ids == first.token_ids
+        await served.update_weights(WeightFiles(str(new[1])))
+        assert (await served.run(PROMPT, PLAIN)).token_ids == expected.token_ids
+    finally:
+        await asyncio.gather(served.close(), oracle.close())
+
+
+async def test_a_model_whose_layers_are_packed_otherwise_is_loaded_in_the_update(
+    tmp_path: Path,
+) -> None:
+    model = await make_kind(tmp_path / "made", "Qwen3-MoE")
+    new = trained(tmp_path / "1", 1, model)
+    served = await EngineProcess.start(settings(model, max_num_batched_tokens=256))
+    try:
+        assert not await served.stage_weights(WeightFiles(str(new)))
+        await served.update_weights(WeightFiles(str(new)))
+        assert len((await served.run(PROMPT, PLAIN)).token_ids) == PLAIN.max_tokens
+    finally:
+        await served.close()

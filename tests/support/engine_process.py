@@ -97,6 +97,9 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 getattr(engine, what)(*values)
             case ("load_adapter", adapter):
                 write_frame(writer, ("loaded", await _load(engine, adapter)))
+            case ("stage_weights" | "update_weights" as what, files):
+                await getattr(engine, what)(files)
+                write_frame(writer, ("changed", engine._staged is not None))
             case ("render", request):
                 write_frame(writer, ("rendered", await _render(engine, request)))
             case ("status",):

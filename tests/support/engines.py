@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.protocol.snapshot import KvState
     from kv_transfer.settings import ConnectorConfig
+    from pdserve.model.weight_deltas import WeightFiles
     from pdserve.process.forkserver import Forked
     from pdserve.types import (
         Adapter,
@@ -289,6 +290,14 @@ class EngineProcess:
         """Load an adapter. Raises the engine's error."""
         if (error := await self._ask("load_adapter", WAIT_S, adapter)) is not None:
             raise error
+
+    async def stage_weights(self, files: WeightFiles) -> bool:
+        """Load weights in advance. Return whether the engine could."""
+        found: bool = await self._ask("stage_weights", START_S, files)
+        return found
+
+    async def update_weights(self, files: WeightFiles) -> None:
+        await self._ask("update_weights", START_S, files)
 
     async def render(self, request: w.RenderRequest) -> w.RenderResponse:
         """Render a prompt with images. Raises the engine's error."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.01
+_POLL_S = 0.002  # streams stand meanwhile
 _FIELD = "weights.path"
 
 
@@ -97,6 +97,11 @@ class WeightsUpdater:
             change = self._begin(transaction, owner, hold_s)
             try:
                 change.prepared = await self._checked(weights)
+                # While streams go on. With none there is nothing to gain.
+                if not change.is_quiesced:
+                    await self._engine.stage_weights(change.prepared[1])
+                if self._change is not change:  # nothing was heard of the router meanwhile
+                    self._engine.unstage_weights()
             except BaseException:
                 if not change.is_quiesced:
                     await self._end(change)
@@ -215,13 +220,17 @@ class WeightsUpdater:
     def _give_up(self, change: _Change) -> None:
         if self._change is change:
             logger.warning("nothing was heard of %s: this worker resumes", change.owner)
-            self._change, self._intake.updating = None, ""
+            self._forget()
             self._routers.renew()
 
     async def _end(self, change: _Change) -> None:
         self._hold(change, None)
-        self._change, self._intake.updating = None, ""
+        self._forget()
         await self._routers.announce()
+
+    def _forget(self) -> None:
+        self._change, self._intake.updating = None, ""
+        self._engine.unstage_weights()
 
     async def _empty(self, updating: str, mode: QuiesceMode, timeout_s: float) -> int:
         """Return when no stream is open and no block is pinned, and the number of streams that were

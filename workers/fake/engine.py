@@ -108,6 +108,7 @@ class FakeEngine:
         self._running: dict[int, Sequence] = {}
         self._ended: list[StreamDelta] = []
         self._weights = ""  # the digest of loaded weights, a part of each token's seed
+        self.staged: WeightFiles | None = None
         self._cache: PrefixCache | None = None
         if settings.prefix_cache:
             retention, total = retention or SessionRetentionConfig(), settings.total_blocks
@@ -240,7 +241,14 @@ class FakeEngine:
         found = await asyncio.to_thread(read_weights, files, field="weights.path")
         return found.digest
 
+    async def stage_weights(self, files: WeightFiles) -> None:
+        self.staged = files
+
+    def unstage_weights(self) -> None:
+        self.staged = None
+
     async def update_weights(self, files: WeightFiles) -> None:
+        self.staged = None
         if self.faults.fail_weights:
             raise WorkerFailed("a scripted fault failed the update")
         self._weights = await self.check_weights(files)

@@ -1,4 +1,4 @@
-"""The HTTP listener of a worker: /debug/kv, /metrics, /healthz and /ready."""
+"""The HTTP listener of a worker: /debug/kv, /metrics, /healthz and /ready, and trainers' calls."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdserve.security.browsers import BrowserGuard
     from pdserve.types import KvReport, WorkerInfo
     from workers.control.worker_intake import WorkerIntake
+    from workers.link.trainer_calls import TrainerCalls
     from workers.service import WorkerService
 
 
@@ -32,9 +33,11 @@ def debug_handler(
     collectors: Iterable[Collector],
     unready: Callable[[], str],
     browsers: BrowserGuard,
+    trainers: TrainerCalls | None = None,
 ) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
     """Return the handler of the pages. They read state and change nothing. `collectors`: further
-    metrics beside KV's. `unready` returns why the worker gets no requests, or ""."""
+    metrics beside KV's. `unready` returns why the worker gets no requests, or "". `trainers`
+    answers trainers' calls, if they are accepted."""
 
     def experts() -> list[tuple[WorkerInfo, int]]:
         tokens = service.account.busy.expert_tokens
@@ -77,6 +80,8 @@ def debug_handler(
             browsers.check(request.headers.get("host"), request.headers.get("origin"))
         except PermissionDenied as error:
             return web.json_response({"error": error.message}, status=403)
+        if trainers is not None and trainers.takes(request):
+            return await trainers.answer(request)
         page = pages.get(request.path)
         if page is None or request.method != "GET":
             text = f"there is no page {request.method} {request.path}"

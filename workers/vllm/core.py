@@ -20,6 +20,7 @@ from workers.vllm.cache import events, retention
 from workers.vllm.open import OpenedEngine, describe, open_engine
 from workers.vllm.patches.experts import expert_tokens
 from workers.vllm.patches.reload import reload_in
+from workers.vllm.patches.staged_weights import StagedWeights, stage_in
 from workers.vllm.ranks.liveness import Liveness
 from workers.vllm.start.self_test import check_computes, measure_steps
 from workers.vllm.step.pooling import pooling_params
@@ -117,11 +118,23 @@ class VllmCore:
         received: Sequence[Arrival] = source.take_received()
         return received
 
-    def update_weights(self, files: WeightFiles) -> None:
-        """Load weights, and forget all KV. The engine has no requests. Raises RuntimeError."""
+    def stage_weights(self, files: WeightFiles) -> StagedWeights | None:
+        """Return what loads weights beside those in use, on any thread; None if that cannot be."""
+        opened = self._opened
+        if opened.engine.vllm_config.parallel_config.world_size > 1:
+            return None
+        self.steps.pause()
+        staged: StagedWeights | None = opened.executor.collective_rpc(stage_in, args=(files,))[0]
+        return staged
+
+    def update_weights(self, files: WeightFiles, staged: StagedWeights | None) -> None:
+        """Load weights, or take those that are `staged`, and forget all KV. The engine has no
+        requests. Raises RuntimeError, and any error if it cannot take them."""
         opened = self._opened
         self.steps.pause()
-        if failed := [x for x in opened.executor.collective_rpc(reload_in, args=(files,)) if x]:
+        if staged is not None:
+            staged.exchange()
+        elif failed := [x for x in opened.executor.collective_rpc(reload_in, args=(files,)) if x]:
             raise RuntimeError(failed[0])
         if not opened.engine.reset_prefix_cache():
             raise RuntimeError("blocks of the prefix cache are in use")

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pdserve.v1 import worker_pb2 as w
     from workers.engine import EngineInfo, Work
     from workers.vllm.core import VllmCore
+    from workers.vllm.patches.staged_weights import StagedWeights
     from workers.vllm.start.settings import VllmSettings
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,9 @@ class VllmEngine:
         self._kv = KvView()
         self._constrained: ConstrainedWork | None = None  # once started
         self._renders: RenderPool | None = None  # once started, if the model takes images
+        # One thread: a load that nobody waits for any more ends before the next one begins.
+        self._loader = ThreadPoolExecutor(1, "weights")
+        self._staged: StagedWeights | None = None
         self._loop: asyncio.AbstractEventLoop
 
     async def start(self) -> EngineInfo:
@@ -120,8 +124,25 @@ class VllmEngine:
     async def check_weights(self, files: WeightFiles) -> str:
         return await asyncio.to_thread(_digest_of_same, files, self._settings.model_path)
 
+    async def stage_weights(self, files: WeightFiles) -> None:
+        found: list[StagedWeights | None] = []
+        try:
+            await self._do(lambda core: found.append(core.stage_weights(files)))
+            if (staged := found[0]) is not None:
+                async with asyncio.timeout(_WEIGHTS_TIMEOUT_S):
+                    await self._loop.run_in_executor(self._loader, staged.load)
+                self._staged = staged
+        except Exception as error:  # noqa: BLE001 - of any class, depending on the model
+            _log.warning("the weights could not be loaded in advance: %s", error)
+
+    def unstage_weights(self) -> None:
+        self._staged = None
+
     async def update_weights(self, files: WeightFiles) -> None:
-        await self._do(lambda core: core.update_weights(files), _WEIGHTS_TIMEOUT_S)
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.files != files:
+            staged = None
+        await self._do(lambda core: core.update_weights(files, staged), _WEIGHTS_TIMEOUT_S)
 
     async def _do(
         self, action: Callable[[VllmCore], None], timeout_s: float = _ADAPTER_TIMEOUT_S
@@ -158,6 +179,8 @@ class VllmEngine:
     async def close(self) -> None:
         self._closing = True
         self._sleep.wake()
+        self.unstage_weights()
+        self._loader.shutdown(wait=False, cancel_futures=True)
         if self._constrained is not None:
             await self._constrained.close()
         if self._renders is not None:

@@ -28,14 +28,14 @@ def reload_in(worker: Any, files: WeightFiles) -> str:
     them as replies to its next call.
     """
     try:
-        worker.reload_weights(weights_iterator=_tensors(worker, files))
+        worker.reload_weights(weights_iterator=read_tensors(worker, files))
         _pack_tied_heads(worker.model_runner.get_model())
     except Exception as error:  # noqa: BLE001 - of any class, depending on what is wrong
         return str(error) or type(error).__name__
     return ""
 
 
-def _tensors(worker: Any, files: WeightFiles) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(worker: Any, files: WeightFiles) -> Iterator[tuple[str, torch.Tensor]]:
     """Return all tensors as vLLM reads them from the base's directory, with the values that the
     differences replace. Whole tensors, because vLLM makes its parameters of several of them, packs
     these, and cuts them for its ranks: a value's place in a parameter is not known outside."""
