@@ -11,8 +11,6 @@ process, of layers whose packed weights are known here. Other models load in the
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +38,6 @@ _PACKING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _PACKED = "cpu_linear"
 # Of the free memory, what weights may take. Packing needs some of a layer's once more.
 _SHARE = 0.7
-_NICENESS = 10
 
 
 class StagedWeights:
@@ -68,8 +65,7 @@ class StagedWeights:
 
     def load(self) -> None:
         """Load and pack the weights, on any thread. Raises errors of any class."""
-        # The steps of the served model go first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        # With a lower priority than the steps it could keep them from the interpreter's lock.
         with torch.no_grad():
             made: dict[torch.Tensor, torch.Tensor] = {}  # tied layers have one tensor
             for layer in self._second.modules():
