@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pdserve import wire
 from pdserve.errors import InvalidRequest, PdserveError, PermissionDenied, Unavailable
@@ -258,6 +258,11 @@ class WeightUpdates:
 
     async def _quiesce(self, change: _Transaction, mode: str, timeout_s: float) -> None:
         change.phase = "quiesce"
+        # Before they report it, so that no answer that leaves one of them begins on another one.
+        # Its step would delay the commit.
+        for member in change.members:
+            updating = f"{self._owner}: {mode}"
+            member.reported = structs.replace(member.reported, updating=updating)
         await succeed(self._quiesce_at(m, change, mode, timeout_s) for m in change.members)
 
     async def _commit(self, change: _Transaction, weights: ModelWeights) -> None:

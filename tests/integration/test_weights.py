@@ -422,3 +422,27 @@ async def test_weights_are_not_loaded_in_advance_while_no_requests_are_served(
         assert staged == []
         assert (await post(cluster, "/update_weights", weight_dir=str(tmp_path / "2")))[0] == 200
         assert len(staged) == 1
+
+
+async def test_an_answer_that_leaves_one_worker_begins_on_none_that_is_about_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trained(tmp_path, aggregated=2) as (cluster, _):
+        asking, _ = await asked(cluster)
+        workers = cluster.workers.values()
+        (first,) = [x for x in workers if x.service.open_streams]
+        (last,) = [x for x in workers if x is not first]
+        quiesce, begun = last.weights.quiesce, list[int]()
+
+        async def late(*stage: Any) -> int:
+            await wait_until(lambda: not first.service.open_streams)
+            for _ in range(50):  # the router has heard of it, and could place the answer
+                await asyncio.sleep(0.002)
+            begun.append(last.service.open_streams)
+            return await quiesce(*stage)
+
+        monkeypatch.setattr(last.weights, "quiesce", late)
+        path = str(tmp_path / "1")
+        assert (await post(cluster, "/update_weights", weight_dir=path, mode="keep"))[0] == 200
+        await asking
+        assert begun == [0]
