@@ -47,6 +47,7 @@ def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
     """
     pin(config.cores, thread_pools=not config.gpus)
     os.environ.update(gpu_environment(config.gpus))
+    settings.prepare_ranks(config.engine_args)
     if config.nodes.rank:
         return _run_follower(with_directories(config), reports or Reports(None))
     import uvloop

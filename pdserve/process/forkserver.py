@@ -6,7 +6,8 @@ which imports the modules, and then forks one child for each request. A request 
 `_request`) with file descriptors: a socket for the replies, the log, and descriptors for the child,
 whose numbers are appended to the child's arguments. The replies are the child's pid and its exit
 code. In a forked process, the parent of a `ForkServer` is a fork too, which need not import these
-modules again. This is only how a process starts: calls to one that has started are child_pool.py's.
+modules again; and with `serve_forks` such a process forks a parent of its own. This is only how a
+process starts: calls to one that has started are child_pool.py's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -68,9 +70,7 @@ class Forked:
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._answers)
         with self._answers:
-            code = self._answers.recv(_MAX_ANSWER_BYTES)
-        # No reply: the parent has ended, and the kernel killed this process with it.
-        self.returncode = int(code) if code else -signal.SIGKILL
+            self.returncode = exit_code_from(self._answers)
         self._ended.set()
 
     async def wait(self) -> int:
@@ -108,7 +108,7 @@ class _ForkedParent:
     def wait(self) -> int:
         if self._returncode is None:
             with self._answers:
-                self._returncode = int(self._answers.recv(_MAX_ANSWER_BYTES) or -signal.SIGKILL)
+                self._returncode = exit_code_from(self._answers)
         return self._returncode
 
 
@@ -174,20 +174,14 @@ class ForkServer:
         """Fork the fork server of this process, if there is one."""
         if _own_server is None:
             return None
-        ours, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words, env = (_FORKED, *self._preload), {**os.environ, **_PARENT_ENV}
         with contextlib.ExitStack() as stack:
-            stack.callback(ours.close)
+            out = stack.enter_context(self._log.open("ab")).fileno() if self._log else 2
             try:
-                with answers, contextlib.ExitStack() as files:
-                    out = files.enter_context(self._log.open("ab")).fileno() if self._log else 2
-                    fds = (theirs.fileno(),)
-                    _request(_own_server, answers, MODULE, words, env, out, fds)
-                pid = int(ours.recv(_MAX_ANSWER_BYTES))
-            except (OSError, ValueError):  # it has ended, and this process ends with it
+                fds = (theirs.fileno(),)
+                return _ForkedParent(*fork_from(_own_server, MODULE, words, env, out, fds))
+            except ForkFailed:  # this process ends with it
                 return None
-            stack.pop_all()
-        return _ForkedParent(pid, ours)
 
     def close(self) -> None:
         """Kill the parent. The kernel then kills every process that it forked."""
@@ -195,6 +189,62 @@ class ForkServer:
             self._control.close()
             self._process.kill()
             self._process.wait()
+
+
+def fork_from(
+    server: socket.socket,
+    module: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    out: int,
+    fds: Sequence[int],
+) -> tuple[int, socket.socket]:
+    """Run `python -m module *args` in a fork of the parent at `server`, which writes to `out`.
+    Return its pid, and the socket that gets its exit code (`exit_code_from`). Blocks until the
+    fork. Raises ForkFailed."""
+    ours, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.ExitStack() as stack:
+        stack.callback(ours.close)
+        try:
+            with answers:
+                _request(server, answers, module, args, env, out, fds)
+            pid = int(ours.recv(_MAX_ANSWER_BYTES))
+        except (OSError, ValueError) as error:
+            raise ForkFailed("the parent process has ended") from error
+        stack.pop_all()
+    return pid, ours
+
+
+def exit_code_from(answers: socket.socket) -> int:
+    """Return the exit code of a fork, once it has ended. If its parent ended before, the kernel
+    killed it."""
+    return int(answers.recv(_MAX_ANSWER_BYTES) or -signal.SIGKILL)
+
+
+def serve_forks() -> socket.socket:
+    """Fork this process, and return a socket for `fork_from`: each request forks the fork, as this
+    process is now. The fork ends with this thread, or when the socket closes. Raises RuntimeError
+    if this process has other threads, which a fork would miss."""
+    global _own_server
+    _check_has_one_thread()
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent_pid = os.getpid()
+    if os.fork():
+        theirs.close()
+        return control
+    die_with(parent_pid)
+    if _own_server is not None:
+        _own_server.close()
+        _own_server = None
+    # Peers of that process must see when it closes its sockets.
+    for fd in [int(x.name) for x in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # the one that listed this folder
+            if fd not in (0, 1, 2, theirs.fileno()) and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.close(fd)
+    request = _serve(theirs, is_forked=True)
+    if request is not None:
+        _run(request["module"], request["args"])
+    os._exit(0)  # that process runs its own exit handlers
 
 
 @contextlib.asynccontextmanager
@@ -370,6 +420,12 @@ def _run(module: str, args: list[str]) -> NoReturn:
     exit_at_once(code if isinstance(code, int) else 1)
 
 
+def _check_has_one_thread() -> None:
+    threads = [(x / "comm").read_text() for x in Path("/proc/self/task").iterdir()]
+    if len(threads) != 1:
+        raise RuntimeError(f"a fork would miss the threads {threads}")
+
+
 def _main(parent_pid: str, preload: str, *words: str) -> None:
     *arguments, fd = words
     die_with(int(parent_pid))
@@ -377,9 +433,7 @@ def _main(parent_pid: str, preload: str, *words: str) -> None:
     module, _, name = preload.partition(":")
     gc.disable()  # collections while vLLM is imported take a quarter of the time, and free nothing
     getattr(importlib.import_module(module), name)(*arguments)
-    threads = [(x / "comm").read_text() for x in Path("/proc/self/task").iterdir()]
-    if len(threads) != 1:
-        raise RuntimeError(f"a fork would miss the threads {threads}")
+    _check_has_one_thread()
     # Garbage collections, including vLLM's, never visit imported objects.
     gc.freeze()
     gc.unfreeze = lambda: None

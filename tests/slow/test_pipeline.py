@@ -62,12 +62,10 @@ async def test_stages_hand_over_their_layers_exactly(name: str, tmp_path: Path) 
 
 
 def last_rank(pid: int) -> psutil.Process:
-    """Return the process of the last rank of this engine, which is of the last stage."""
-    children = psutil.Process(pid).children(recursive=True)
-    # vLLM gives its processes a title if setproctitle is installed.
-    titles = ("VLLM::Worker", "spawn_main")
-    ranks = [x for x in children if any(title in " ".join(x.cmdline()) for title in titles)]
-    return max(ranks, key=lambda rank: rank.pid)
+    """Return the process of the last rank of this engine, which is of the last stage. Ranks are
+    forks of a fork of the engine's process."""
+    found = psutil.Process(pid).children(recursive=True)
+    return max((rank for rank in found if rank.ppid() != pid), key=lambda rank: rank.pid)
 
 
 async def check_killed_stage(of: checks.KindEngines) -> None:

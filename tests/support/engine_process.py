@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 from pdserve.errors import PdserveError
 from pdserve.v1 import worker_pb2 as w
 from workers.vllm.engine import VllmEngine
+from workers.vllm.start.settings import prepare_ranks
 
 if TYPE_CHECKING:
     from pdserve.types import Adapter
     from workers.engine import CacheChange
+    from workers.vllm.start.settings import VllmSettings
 
 # PDSERVE_TEST_NAME in the environment loads the patch of this name.
 _PATCHES = tuple(x.stem for x in (Path(__file__).parent / "engine_patches").glob("*.py"))
@@ -78,8 +80,10 @@ async def _read_results(
             write_frame(writer, ("engine_failed", repr(result.failure)))
 
 
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    engine = VllmEngine(await read_frame(reader))
+async def _serve(
+    settings: VllmSettings, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    engine = VllmEngine(settings)
     cached: dict[int, None] = {}
     try:
         info = await engine.start()
@@ -117,17 +121,25 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 return
 
 
-async def _main(fd: int) -> None:
+async def _run(settings: VllmSettings, sock: socket.socket) -> None:
     for name in _PATCHES:
         if f"PDSERVE_TEST_{name.upper()}" in os.environ:
             importlib.import_module(f"tests.support.engine_patches.{name}")
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
+    reader, writer = await asyncio.open_connection(sock=sock)
     try:
-        await _serve(reader, writer)
+        await _serve(settings, reader, writer)
     except (asyncio.IncompleteReadError, ConnectionError):
         os._exit(1)  # the parent is gone; do not wait for the step thread
     writer.close()
 
 
+def _main(fd: int) -> None:
+    sock = socket.socket(fileno=fd)
+    size = sock.recv(HEADER.size, socket.MSG_WAITALL)
+    settings = pickle.loads(sock.recv(HEADER.unpack(size)[0], socket.MSG_WAITALL))
+    prepare_ranks(settings.engine_args)  # as a worker does, before it has threads
+    asyncio.run(_run(settings, sock))
+
+
 if __name__ == "__main__":
-    asyncio.run(_main(int(sys.argv[1])))
+    _main(int(sys.argv[1]))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve.process.forkserver import ForkFailed, ForkServer
-from tests.support.timeouts import wait_until
+from tests.support.commands import ROOT
+from tests.support.timeouts import WAIT_S, wait_until
 from workers.main import thread_environment
 
 if TYPE_CHECKING:
@@ -34,6 +37,25 @@ async def main(path, is_closed):
 
 if __name__ == "__main__":
     asyncio.run(main(sys.argv[1], sys.argv[2] == "closed"))
+"""
+
+# Forks itself, and the fork runs a module that writes what it has imported, and its parent.
+SELF = """
+import os, sys, threading, time
+from pathlib import Path
+from pdserve.process.forkserver import exit_code_from, fork_from, serve_forks
+
+if sys.argv[1:] == ["threads"]:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+import tabnanny
+server = serve_forks()
+pid, answers = fork_from(server, "said", (), os.environ, 2, ())
+print(os.getpid(), exit_code_from(answers), flush=True)
+"""
+SAID = """
+import os, sys
+print('tabnanny' in sys.modules, os.getppid(), flush=True)
+sys.exit(3)
 """
 
 
@@ -89,3 +111,34 @@ async def test_a_forked_process_forks_from_what_its_own_server_has_imported(
     # It ends with its user.
     await wait_until(lambda: not Path("/proc", pid).exists())
     server.close()
+
+
+async def test_a_process_forks_itself_and_the_fork_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SELF)
+    (tmp_path / "said.py").write_text(SAID)
+    found = await _run_python(tmp_path / "own.py")
+    has_imported, parent, user, code = found.split()
+    assert (has_imported, code) == ("True", "3")
+    assert parent != user
+    await wait_until(lambda: not Path("/proc", parent).exists())
+
+
+async def test_a_process_with_threads_does_not_fork_itself(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SELF)
+    assert "a fork would miss the threads" in await _run_python(tmp_path / "own.py", "threads")
+
+
+async def _run_python(program: Path, *args: str) -> str:
+    """Return what a program writes to the standard output, which its forks share, and its
+    errors."""
+    path = os.pathsep.join((str(ROOT), str(program.parent)))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        program,
+        *args,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    found, _ = await asyncio.wait_for(process.communicate(), WAIT_S)
+    return found.decode()

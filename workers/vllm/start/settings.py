@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from pdserve.config import DataParallelConfig, NodesConfig, SessionRetentionConfig, TiersConfig
+from pdserve.config import (
+    DataParallelConfig,
+    NodesConfig,
+    SessionRetentionConfig,
+    TiersConfig,
+    ranks_of,
+)
 from pdserve.errors import ConfigError
+from pdserve.process.gpus import is_cpu_build
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -155,6 +162,15 @@ def _choose_nccl_interface(settings: VllmSettings) -> None:
 
 # True in a process that is forked from one that imported vllm (workers/vllm/preload.py).
 is_preloaded = False
+
+
+def prepare_ranks(engine_args: Mapping[str, object]) -> None:
+    """Let the ranks of an engine with these arguments be forks of this process, if it has imported
+    vLLM and the ranks use no GPU. Call it on the main thread, before any other thread starts."""
+    if is_preloaded and is_cpu_build() and ranks_of(engine_args) > 1:
+        from workers.vllm.patches.rank_processes import fork_ranks
+
+        fork_ranks()
 
 
 def apply_environment(settings: VllmSettings) -> None:
