@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import logging
@@ -17,10 +18,9 @@ from pdserve.config.watch import file_changes, file_state
 from pdserve.errors import ConfigError
 from pdserve.observe.logs import log_to_stderr
 from pdserve.process.child import add_child_options, served_process
+from pdserve.process.forkserver import use_server
 
 if TYPE_CHECKING:
-    import argparse
-
     from pdserve.cli.options import Subparsers
     from pdserve.config import RouterConfig
     from pdserve.process.child import Reports
@@ -44,10 +44,13 @@ def register(commands: Subparsers) -> None:
     )
     add_config_options(router, flags.ROUTER)
     add_child_options(router)
+    router.add_argument("--fork-fd", type=int, help=argparse.SUPPRESS)
 
 
 def _router(args: argparse.Namespace) -> int:
     with served_process(args) as reports:
+        if args.fork_fd is not None:
+            use_server(args.fork_fd)
         config = config_from(args).router
         log_to_stderr(config.log.level, config.log.format)
         import uvloop

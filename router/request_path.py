@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.background import background
 from pdserve.observe.telemetry import open_tracing
-from pdserve.process.entry_points import process_command
+from pdserve.process.child_pool import execute, start_module
+from pdserve.process.entry_points import PROCESSES, entry_point
 from router.admission import AdmissionController, Tenants
 from router.admission.memory import MediaMemory
 from router.attempt import specs
@@ -52,10 +53,11 @@ from router.steps.session import Sessions, SessionStep
 from router.steps.trace import TraceStep
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from pdserve.config import RouterConfig
     from pdserve.observe.telemetry import Tracing
+    from pdserve.process.child_pool import Start
     from pdserve.types import Adapter, GenerateRequest
     from router.fleet.open import OpenedFleet
     from router.fleet.registry import Fleet
@@ -380,6 +382,13 @@ def build_request_path(
     )
 
 
+def parser_start(command: Sequence[str]) -> Start:
+    """Return what starts a parser process: `router.parsers.command`, or ours if it is empty."""
+    if command:
+        return partial(execute, command)
+    return partial(start_module, entry_point(PROCESSES, "parser").module)
+
+
 @asynccontextmanager
 async def open_request_path(
     config: RouterConfig,
@@ -399,7 +408,7 @@ async def open_request_path(
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
-        parser = ParserProcess(metrics, config.parsers.command or process_command("parser"))
+        parser = ParserProcess(metrics, parser_start(config.parsers.command))
         stack.push_async_callback(parser.close)
         parse = ParseStep(parser)
         path = build_request_path(

@@ -14,6 +14,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from pdserve.net import framing
 from pdserve.process.child import die_with
+from pdserve.process.forkserver import start_own
 
 if TYPE_CHECKING:
     import argparse
@@ -245,6 +247,12 @@ async def execute(command: Sequence[str], fd: int) -> Process:
         # OpenBLAS, which numpy loads, reserves memory for each thread that it could start.
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
     )
+
+
+async def start_module(module: str, fd: int) -> Process:
+    """Start a process that runs `module`: a fork, if this process may request one."""
+    forked = await start_own(module, "--parent-pid", "0", "--socket", fds=(fd,))
+    return forked or await execute((sys.executable, "-m", module), fd)
 
 
 # The child's side

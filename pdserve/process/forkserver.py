@@ -6,8 +6,9 @@ which imports the modules, and then forks one child for each request. A request 
 `_request`) with file descriptors: a socket for the replies, the log, and descriptors for the child,
 whose numbers are appended to the child's arguments. The replies are the child's pid and its exit
 code. In a forked process, the parent of a `ForkServer` is a fork too, which need not import these
-modules again; and with `serve_forks` such a process forks a parent of its own. This is only how a
-process starts: calls to one that has started are child_pool.py's.
+modules again; and with `serve_forks` such a process forks a parent of its own. An executed process
+may use a fork server, too (`new_client`, `use_server`). This is only how a process starts: calls to
+one that has started are child_pool.py's.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _LAST_REPORTS_S = 1.0
 _PARENT_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 MODULE = "pdserve.process.forkserver"
+_NEW_CLIENT = b"{}"  # a request with the socket of another client
 _FORKED = "0"  # the argument of a forked parent in place of its creator's process id
 
 # In a forked process: the socket for requests to the parent that forked it.
@@ -134,19 +136,18 @@ class ForkServer:
     ) -> Forked:
         """Run `python -m module *args` in a fork that writes to `log`. Raises ForkFailed."""
         self.start_parent()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
         with contextlib.ExitStack() as stack:
-            stack.callback(ours.close)
-            try:
-                with theirs, contextlib.ExitStack() as files:
-                    out = files.enter_context(log.open("ab")).fileno() if log else None
-                    _request(self._control, theirs, module, args, env, out, fds)
-                pid = int(await asyncio.get_running_loop().sock_recv(ours, _MAX_ANSWER_BYTES))
-            except (OSError, ValueError) as error:
-                raise ForkFailed("the parent process has ended") from error
-            stack.pop_all()
-        return Forked(pid, ours)
+            out = stack.enter_context(log.open("ab")).fileno() if log else None
+            return await _start_fork(self._control, module, args, env=env, out=out, fds=fds)
+
+    def new_client(self) -> socket.socket:
+        """Return a socket for another process, which uses it with `use_server`. Raises OSError if
+        the parent process has ended."""
+        self.start_parent()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._control, [_NEW_CLIENT], [theirs.fileno()])
+        return ours
 
     def start_parent(self) -> None:
         """Start the parent process, if it was not started. Forks wait until it has loaded."""
@@ -189,6 +190,51 @@ class ForkServer:
             self._control.close()
             self._process.kill()
             self._process.wait()
+
+
+async def _start_fork(
+    server: socket.socket,
+    module: str,
+    args: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    out: int | None,
+    fds: Sequence[int],
+    may_fork: bool = True,
+) -> Forked:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    with contextlib.ExitStack() as stack:
+        stack.callback(ours.close)
+        try:
+            with theirs:
+                _request(server, theirs, module, args, env, out, fds, may_fork=may_fork)
+            pid = int(await asyncio.get_running_loop().sock_recv(ours, _MAX_ANSWER_BYTES))
+        except (OSError, ValueError) as error:
+            raise ForkFailed("the parent process has ended") from error
+        stack.pop_all()
+    return Forked(pid, ours)
+
+
+def use_server(fd: int) -> None:
+    """Let this process request forks at `fd`, which is of a `new_client` of another's ForkServer.
+    Call it once."""
+    global _own_server
+    os.set_inheritable(fd, False)
+    _own_server = socket.socket(fileno=fd)
+
+
+async def start_own(module: str, *args: str, fds: Sequence[int]) -> Forked | None:
+    """Run `python -m module *args` in a fork that may not fork others, because it reads what
+    strangers sent, and that ends with this process. Return None without a fork server."""
+    if _own_server is None:
+        return None
+    try:
+        return await _start_fork(
+            _own_server, module, args, env=os.environ, out=2, fds=fds, may_fork=False
+        )
+    except ForkFailed:  # its modules could not be imported
+        return None
 
 
 def fork_from(
@@ -255,17 +301,19 @@ async def launched(
     env: Mapping[str, str],
     log: Path,
     max_log_bytes: int = MAX_LOG_BYTES,
+    its_forks: ForkServer | None = None,
 ) -> AsyncIterator[tuple[Process, asyncio.StreamReader]]:
     """Fork or execute `python -m module *args` with the options of `add_child_options`. Yield the
     process, which is killed at the end if it still runs, and its reports, a line of JSON each. Its
-    log is rotated."""
+    log is rotated. One that is executed may use the fork server `its_forks`, by `--fork-fd`."""
     ours, theirs = socket.socketpair()
     reports, writer = await asyncio.open_connection(sock=ours, limit=_MAX_REPORT_BYTES)
     process: Process | None = None
     rotating = asyncio.create_task(keep_rotating(log, max_log_bytes))
     try:
         with theirs:
-            process = await _start(forkserver, module, *args, env=env, log=log, fd=theirs.fileno())
+            words = (module, *args)
+            process = await _start(forkserver, its_forks, words, env, log, theirs.fileno())
         yield process, reports
     finally:
         if process is not None and process.returncode is None:
@@ -287,8 +335,8 @@ async def until_ended(process: Process, following: asyncio.Task[None]) -> int:
 
 async def _start(
     forkserver: ForkServer | None,
-    module: str,
-    *args: str,
+    its_forks: ForkServer | None,
+    words: Sequence[str],
     env: Mapping[str, str],
     log: Path,
     fd: int,
@@ -299,17 +347,21 @@ async def _start(
         # Parent 0: the parent is the fork server, whatever its pid.
         own = ("--parent-pid", "0", "--report-fd")
         with contextlib.suppress(ForkFailed):
-            return await forkserver.start(module, *args, *own, env=env, log=log, fds=(fd,))
-    tie = ("--parent-pid", str(os.getpid()), "--report-fd", str(fd))
-    command = (sys.executable, "-m", module, *args, *tie)
-    with log.open("ab") as file:
+            return await forkserver.start(*words, *own, env=env, log=log, fds=(fd,))
+    tie, fds = ["--parent-pid", str(os.getpid()), "--report-fd", str(fd)], [fd]
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(log.open("ab"))
+        if its_forks is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                fds.append(stack.enter_context(its_forks.new_client()).fileno())
+                tie += ["--fork-fd", str(fds[-1])]
         return await asyncio.create_subprocess_exec(
-            *command,
+            *(sys.executable, "-m", *words, *tie),
             env=dict(env),  # uvloop, which Ray's actors run on, takes nothing else
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            pass_fds=(fd,),
+            pass_fds=fds,
             start_new_session=True,
         )
 
@@ -322,11 +374,14 @@ def _request(
     env: Mapping[str, str],
     out: int | None,
     fds: Sequence[int],
+    *,
+    may_fork: bool = True,
 ) -> None:
     """Ask the parent at `server` for a fork that writes to `out`, and runs on the cores of this
     process. Raises OSError."""
     cores = sorted(os.sched_getaffinity(0))
-    request = {"module": module, "args": args, "env": dict(env), "cores": cores}
+    request: dict[str, object] = {"module": module, "args": args, "env": dict(env)}
+    request |= {"cores": cores, "may_fork": may_fork}
     logs = [] if out is None else [out]
     data = json.dumps({**request, "has_log": bool(logs)}).encode()
     socket.send_fds(server, [data], [answers.fileno(), *logs, *fds])
@@ -337,14 +392,15 @@ def _request(
 
 def _serve(control: socket.socket, *, is_forked: bool) -> dict[str, Any] | None:
     """Fork until `control` closes. Return the request in each child, and None in the parent. A
-    child can make requests too, unless this parent `is_forked`, because its children may read what
-    strangers sent."""
-    children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+    child can make requests too, if its own allows that and this parent is not `is_forked`, because
+    the children of such a parent may read what strangers sent. A child ends with its client."""
+    # By pidfd: the process id, the socket that gets the exit code, and the client's socket.
+    children: dict[int, tuple[int, socket.socket, socket.socket]] = {}
     clients = {control.fileno(): control}
     while True:
         ready, _, _ = select.select([*clients, *children], [], [])
         for pidfd in children.keys() & ready:
-            pid, answers = children.pop(pidfd)
+            pid, answers, _ = children.pop(pidfd)
             os.close(pidfd)
             _answer(answers, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             answers.close()
@@ -353,24 +409,35 @@ def _serve(control: socket.socket, *, is_forked: bool) -> dict[str, Any] | None:
             if not message:
                 if client is control:
                     return None
+                _kill([pid for pid, _, its_client in children.values() if its_client is client])
                 clients.pop(client.fileno()).close()
                 continue
+            if message == _NEW_CLIENT:
+                clients[fds[0]] = socket.socket(fileno=fds[0])
+                continue
+            request: dict[str, Any] = json.loads(message)
             answers, handed = socket.socket(fileno=fds[0]), fds[1:]
             ours, own_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             if not (pid := os.fork()):
-                for pidfd, (_, other) in children.items():
+                for pidfd, (_, other, _) in children.items():
                     os.close(pidfd)
                     other.close()
                 for each in (*clients.values(), answers, ours):
                     each.close()
-                _set_own_server(own_server, is_usable=not is_forked)
-                return _become(json.loads(message), handed)
+                _set_own_server(own_server, is_usable=request["may_fork"] and not is_forked)
+                return _become(request, handed)
             for fd in handed:
                 os.close(fd)
             own_server.close()
             clients[ours.fileno()] = ours
-            children[os.pidfd_open(pid)] = pid, answers
+            children[os.pidfd_open(pid)] = pid, answers, client
             _answer(answers, pid)
+
+
+def _kill(pids: Sequence[int]) -> None:
+    """Kill children that were not waited for, so that none is another's process."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _set_own_server(server: socket.socket, *, is_usable: bool) -> None:

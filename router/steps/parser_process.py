@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.errors import AnswerNotParsed, InternalError, ParserFailed, PdserveError
-from pdserve.process.child_pool import Child, End, execute
+from pdserve.process.child_pool import Child, End
 from pdserve.v1 import parser_pb2 as p
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
+    from pdserve.process.child_pool import Start
     from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,11 @@ class ParserProcess:
     """The process and its streams. The first stream starts the process. State: the streams; how
     often each stream ended the process; the process that runs, or was the last one."""
 
-    def __init__(
-        self, metrics: RouterMetrics, command: Sequence[str], *, delta_s: float = _DELTA_S
-    ) -> None:
-        """`delta_s`: limit of the reply to a part of an answer."""
+    def __init__(self, metrics: RouterMetrics, start: Start, *, delta_s: float = _DELTA_S) -> None:
+        """`start` starts a process. `delta_s`: limit of the reply to a part of an answer."""
         self._limits_s = {"open": max(_OPEN_S, delta_s), "input": delta_s}
         self._metrics = metrics
-        self._start = partial(execute, command)
+        self._start = start
         self._streams: dict[int, ParserStream] = {}
         self._failures: dict[int, int] = {}
         self._last_id = 0

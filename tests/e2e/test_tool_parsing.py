@@ -17,10 +17,10 @@ from pdserve.demo import MODEL_DIR
 from pdserve.errors import InvalidRequest, ParserFailed
 from pdserve.model.tokenizer import digest_of, read_files
 from pdserve.process.child_pool import End
-from pdserve.process.entry_points import process_command
 from pdserve.types import FinishReason, GenerateRequest, Parsing, SamplingParams, Usage
 from router.attempt.answer import AnswerDelta, ParsedDelta
 from router.metrics import RouterMetrics
+from router.request_path import parser_start
 from router.steps.parser_process import ParserProcess
 from tests.support.router_stack import serve_parsed
 from tests.support.timeouts import START_S
@@ -124,7 +124,7 @@ class Parsers:
         self.digest = digest_of(self.files)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.metrics = RouterMetrics(SloConfig())
-        self.process = ParserProcess(self.metrics, process_command("parser"))
+        self.process = ParserProcess(self.metrics, parser_start(()))
 
     async def find(
         self,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import openai
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -74,6 +75,19 @@ def test_a_required_call_follows_its_schema_through_prefill_and_decode(service: 
         assert arguments["zone"] in {"utc", "cet"}
         assert arguments["hour"] <= 23
     assert answer.model_extra["pdserve"]["receipt"]["decode_worker"] == "decode-0"
+
+
+def test_the_router_has_its_parser_process_forked(service: Service) -> None:
+    """Its start need not import vLLM again."""
+    assert service.ask(tool_choice="required", tools=[TIME]).choices[0].message.tool_calls
+    (router,) = service.stack.ready["routers"]
+    executed = [
+        process.pid
+        for process in psutil.process_iter(["ppid", "cmdline"])
+        if process.info["ppid"] == router["pid"]
+        and "workers.parser" in (process.info["cmdline"] or ())
+    ]
+    assert executed == []
 
 
 def test_a_named_call_is_one_call_of_that_function(service: Service) -> None:

@@ -1,4 +1,5 @@
-"""How `pdserve up` starts a router or a worker: on vLLM, a worker is a fork."""
+"""How `pdserve up` starts a router or a worker: on vLLM, a worker is a fork, and a
+router's parser process."""
 
 from __future__ import annotations
 
@@ -46,11 +47,13 @@ class Launcher:
     def launched(
         self, child: SupervisedProcess, config: Path, *, is_worker: bool
     ) -> AbstractAsyncContextManager[tuple[Process, asyncio.StreamReader]]:
-        """Run a process with a configuration file: see `forkserver.launched`."""
-        forkserver = self._forkserver if is_worker else None
+        """Run a process with a configuration file: see `forkserver.launched`. A router is executed,
+        and has its parser process forked."""
         words = ("pdserve", "worker" if is_worker else "router", "--config", str(config))
         env = {**os.environ, "TMPDIR": self._temporary_dir.name}
-        return launched(forkserver, *words, env=env, log=child.log)
+        if is_worker:
+            return launched(self._forkserver, *words, env=env, log=child.log)
+        return launched(None, *words, env=env, log=child.log, its_forks=self._forkserver)
 
     def close(self) -> None:
         if self._forkserver is not None:

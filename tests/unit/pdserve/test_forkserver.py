@@ -58,6 +58,27 @@ print('tabnanny' in sys.modules, os.getppid(), flush=True)
 sys.exit(3)
 """
 
+# An executed process, which does not end, has a module run in a fork of another's fork server. The
+# fork writes to its standard error.
+CLIENT = """
+import asyncio, sys
+from pdserve.process.forkserver import start_own, use_server
+
+async def main():
+    use_server(int(sys.argv[1]))
+    assert await start_own("forked", fds=()) is not None
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+FORKED = """
+import os, sys, time
+from pdserve.process import forkserver
+
+print('tabnanny' in sys.modules, forkserver._own_server, os.getpid(), flush=True)
+time.sleep(600)
+"""
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
@@ -121,6 +142,28 @@ async def test_a_process_forks_itself_and_the_fork_ends_with_it(tmp_path: Path) 
     assert (has_imported, code) == ("True", "3")
     assert parent != user
     await wait_until(lambda: not Path("/proc", parent).exists())
+
+
+async def test_an_executed_process_has_a_module_run_in_a_fork_that_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "client.py").write_text(CLIENT)
+    (tmp_path / "forked.py").write_text(FORKED)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(tmp_path))))
+    server = ForkServer("importlib:import_module", tmp_path / "log", arguments=("tabnanny",))
+    with server.new_client() as client:
+        user = await asyncio.create_subprocess_exec(
+            *(sys.executable, tmp_path / "client.py", str(client.fileno())),
+            pass_fds=(client.fileno(),),
+            stderr=asyncio.subprocess.PIPE,
+        )
+    assert user.stderr is not None
+    has_imported, own_server, pid = (await user.stderr.readline()).decode().split()
+    assert (has_imported, own_server) == ("True", "None"), "it cannot have others forked"
+    user.kill()
+    await wait_until(lambda: not Path("/proc", pid).exists())
+    await user.wait()
+    server.close()
 
 
 async def test_a_process_with_threads_does_not_fork_itself(tmp_path: Path) -> None:

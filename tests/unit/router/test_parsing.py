@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.config import SloConfig
 from pdserve.errors import AnswerNotParsed, Cancelled, InternalError, ParserFailed, TransferFailed
-from pdserve.process.child_pool import End
+from pdserve.process.child_pool import End, execute
 from pdserve.types import (
     FinishReason,
     GenerateRequest,
@@ -80,8 +81,8 @@ class Client:
 class Service:
     def __init__(self, directory: Path, **limits: float) -> None:
         self.metrics = RouterMetrics(SloConfig())
-        command = (sys.executable, str(SCRIPT), str(directory))
-        self.process = ParserProcess(self.metrics, command, **limits)
+        start = partial(execute, (sys.executable, str(SCRIPT), str(directory)))
+        self.process = ParserProcess(self.metrics, start, **limits)
         self.generator = Generator()
 
     async def ask(self, text: str, client: Client | None = None, **values: Any) -> Client:
