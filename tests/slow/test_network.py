@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -32,12 +32,14 @@ from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 from tests.support.cluster import fake_answer
 from tests.support.model_kinds import make_kind
 from tests.support.network_namespaces import CUT, LinkQuality, Network, missing_requirement
+from tests.support.processes import start_python
 from tests.support.timeouts import START_S, WAIT_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from pdserve.process.forkserver import Forked
     from pdserve.types import Receipt
 
 WHY_NOT = missing_requirement()
@@ -57,6 +59,32 @@ VLLM = {
 SHORT = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 FEW, LONG = replace(SHORT, max_tokens=24), replace(SHORT, max_tokens=150)
 _LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedWorker:
+    """A worker with vLLM, which its process need not import. Has the methods of LoggedProcess that
+    this file needs."""
+
+    process: Forked
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.returncode is None
+
+    async def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            for number in (signal.SIGCONT, signal.SIGTERM):
+                self.process.send_signal(number)
+            try:
+                await asyncio.wait_for(self.process.wait(), WAIT_S)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
 
 
 @dataclass(slots=True)
@@ -100,7 +128,7 @@ class Service:
         `split_by`. The workers in `group` are the ranks of a data-parallel group."""
         self.followers, self.split_by, self.group = followers or {}, split_by, group
         self.network = Network(1 + max(*routers, *workers.values(), *self.followers.values()))
-        self.parts: dict[str, LoggedProcess] = {}
+        self.parts: dict[str, LoggedProcess | ForkedWorker] = {}
         self.clients: list[Client] = []
         self._routers, self._workers, self._directory = routers, workers, directory
         self._registries: list[RegistryStub] = []
@@ -157,17 +185,25 @@ class Service:
             await self._run(f"{name}-node-{rank}", host, "worker", part)
 
     async def _run(self, name: str, host: int, command: str, settings: dict[str, str]) -> None:
-        words = [sys.executable, "-m", "pdserve", command]
+        words = [command]
         for key, value in settings.items():
             words += ["--set", f"{command}.{key}={value}"]
+        # More threads than cores would wait for one another in loops.
+        env, log = {"OMP_NUM_THREADS": "1"}, self._directory / f"{name}.log"
+        if command == "worker" and "engine" not in settings:
+            fds = [self.network.namespace(host)]
+            forked = await start_python("tests.support.on_host", *words, env=env, log=log, fds=fds)
+            worker = self.parts[name] = ForkedWorker(forked)
+            self._stack.push_async_callback(worker.stop)
+            return
 
         async def is_ready() -> bool:
             return command == "worker" or await self.network.listens(host, GRPC)
 
-        child = self.parts[name] = LoggedProcess(name, self._directory / f"{name}.log")
+        child = self.parts[name] = LoggedProcess(name, log)
         self._stack.push_async_callback(child.stop)
-        # More threads than cores would wait for one another in loops.
-        await child.start(self.network.command(host, words), is_ready, {"OMP_NUM_THREADS": "1"})
+        words = [sys.executable, "-m", "pdserve", *words]
+        await child.start(self.network.command(host, words), is_ready, env)
 
     async def entries(self, router: int) -> dict[str, w.WorkerEntry]:
         return {x.info.worker_id: x for x in (await self._listed(router)).workers}

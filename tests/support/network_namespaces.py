@@ -108,6 +108,10 @@ class Network:
     def address(self, host: int) -> str:
         return f"10.77.0.{10 + host}"
 
+    def namespace(self, host: int) -> int:
+        """Return the descriptor of a host, for `enter`."""
+        return self._namespaces[host]
+
     def command(self, host: int, words: Sequence[str]) -> list[str]:
         """Return the command that runs `words` on a host, without a further process."""
         return ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._namespaces[host]}", *words]
@@ -245,12 +249,17 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         await writer.drain()
 
 
+def enter(namespace: int) -> None:
+    """Move this thread to a host, which stays there."""
+    _check(_LIBC.setns(namespace, _CLONE_NEWNET))
+
+
 @contextmanager
 def _inside(namespace: int) -> Iterator[None]:
     """Enter a namespace with this thread; leave it at the exit."""
     home = os.open(_OWN, os.O_RDONLY)
     try:
-        _check(_LIBC.setns(namespace, _CLONE_NEWNET))
+        enter(namespace)
         yield
     finally:
         _check(_LIBC.setns(home, _CLONE_NEWNET))

@@ -44,10 +44,16 @@ def _environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 async def start_python(
-    module: str, *args: str, env: Mapping[str, str] | None = None, fds: Sequence[int] = ()
+    module: str,
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    fds: Sequence[int] = (),
 ) -> Forked:
-    """Run `python -m module *args` with `env` added to the environment."""
-    return await _vllm_server().start(module, *args, env=_environment(env or {}), fds=fds)
+    """Run `python -m module *args` with `env` added to the environment, in a process that has
+    imported vLLM. The descriptors `fds` are its last arguments."""
+    whole = _environment(env or {})
+    return await _vllm_server().start(module, *args, env=whole, log=log, fds=fds)
 
 
 @dataclass(frozen=True, slots=True)
