@@ -356,7 +356,10 @@ async def _start(
                 fds.append(stack.enter_context(its_forks.new_client()).fileno())
                 tie += ["--fork-fd", str(fds[-1])]
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *words, *tie),
+            sys.executable,
+            "-m",
+            *words,
+            *tie,
             env=dict(env),  # uvloop, which Ray's actors run on, takes nothing else
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,

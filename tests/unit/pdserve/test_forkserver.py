@@ -153,7 +153,9 @@ async def test_an_executed_process_has_a_module_run_in_a_fork_that_ends_with_it(
     server = ForkServer("importlib:import_module", tmp_path / "log", arguments=("tabnanny",))
     with server.new_client() as client:
         user = await asyncio.create_subprocess_exec(
-            *(sys.executable, tmp_path / "client.py", str(client.fileno())),
+            sys.executable,
+            tmp_path / "client.py",
+            str(client.fileno()),
             pass_fds=(client.fileno(),),
             stderr=asyncio.subprocess.PIPE,
         )
