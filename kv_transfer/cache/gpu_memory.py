@@ -42,7 +42,7 @@ _LANES = 2  # of a row
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class _Runs(NamedTuple):
+class _BlockRuns(NamedTuple):
     """`blocks`: contiguous blocks as [blocks, rows, lanes]. `weights`: of the rows in the second
     sum of the digest (cache/host_memory.py)."""
 
@@ -141,7 +141,7 @@ class DeviceRegion(KvRegion):
         return [self.split, block.element_size(), *block.shape, *block.stride()]
 
     @cached_property
-    def _runs(self) -> _Runs | None:
+    def _runs(self) -> _BlockRuns | None:
         """The blocks as contiguous rows, or None if they are not contiguous whole rows."""
         stack = self._layers[0]
         content_bytes = stack.shape[-1] * stack.element_size()
@@ -156,7 +156,7 @@ class DeviceRegion(KvRegion):
         logical = weights.view(layers, self.split, heads, tokens, rows)
         # In memory order: the kernel's blocks, then layers, heads and tokens by stride.
         inner = sorted((0, 2, 3), key=stack.stride().__getitem__, reverse=True)
-        return _Runs(
+        return _BlockRuns(
             torch.as_strided(stack, shape, strides), logical.permute(1, *inner, 4).reshape(-1, 1)
         )
 

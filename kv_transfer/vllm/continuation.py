@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _Gate(StructuredOutputManager):  # type: ignore[misc]
+class _GrammarGate(StructuredOutputManager):  # type: ignore[misc]
     """vLLM's rule for the tokens that a grammar must accept: only tokens after the reasoning, if
     the request has a reasoning parser. Has no state; skips vLLM's constructor, which loads
     backends."""
@@ -35,7 +35,7 @@ class _Gate(StructuredOutputManager):  # type: ignore[misc]
         return None if structured is None else structured.reasoner
 
 
-_GATE = _Gate()
+_GATE = _GrammarGate()
 
 
 class Continuations:

@@ -71,7 +71,7 @@ class _Cached(NamedTuple):
     size: int
 
 
-class _Call(NamedTuple):
+class _Rendering(NamedTuple):
     """A prompt that is being rendered, and the workers that were sent it."""
 
     task: asyncio.Task[_Cached]
@@ -99,7 +99,7 @@ class ImageRenderer:
         self._ledger, self._cache_bytes = ledger, cache_bytes
         self._cached: OrderedDict[_Key, _Cached] = OrderedDict()
         self._used_bytes = 0
-        self._open: dict[_Key, _Call] = {}
+        self._open: dict[_Key, _Rendering] = {}
         self._waiting = Counter[asyncio.Task[_Cached]]()  # requests for each of them
 
     async def close(self) -> None:
@@ -174,7 +174,7 @@ class ImageRenderer:
         if call is None:
             asked: list[Member] = []
             task = asyncio.create_task(self._ask(prompt.request, model, regions, asked))
-            call = self._open[key] = _Call(task, asked)
+            call = self._open[key] = _Rendering(task, asked)
             task.add_done_callback(lambda done: self._keep(key, done))
         task = call.task
         self._waiting[task] += 1

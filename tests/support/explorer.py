@@ -12,11 +12,18 @@ import pickle
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import pytest
+
+from kv_transfer.protocol.producer import Producer
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
+
+    Defect: TypeAlias = tuple[object, str, Callable[..., Any]]
+    """A planted defect: the attribute of this object is replaced by this function."""
 
 FAULT_CHANCE = 0.08
 
@@ -99,6 +106,21 @@ def _check_ends(
 
 def _fail() -> None:
     raise AssertionError("no order of events ends this")
+
+
+def _keeps_hold(self: Producer, now: float) -> list[Any]:
+    return []
+
+
+# A producer whose holds never end.
+KEEPS_HOLD = (Producer, "tick", _keeps_hold)
+
+
+def assert_finds(monkeypatch: pytest.MonkeyPatch, defect: Defect, said: str, world: World) -> None:
+    """Plant a defect, and assert that the exploration of `world` fails with the pattern `said`."""
+    monkeypatch.setattr(*defect)
+    with pytest.raises(AssertionError, match=said):
+        explore(world)
 
 
 def walk(world: World, dice: random.Random) -> int:

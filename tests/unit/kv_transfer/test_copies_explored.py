@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kv_transfer.protocol import consumer, producer
+from kv_transfer.protocol import consumer
 from router.attempt.copies import PrefixFetcher
 from tests.support.copy_model import FAULTS, CopyWorld
-from tests.support.explorer import explore, walk
+from tests.support.explorer import KEEPS_HOLD, assert_finds, explore, walk
 from tests.support.handoff_model import BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from tests.support.explorer import Defect
 
 DEEP = bool(os.environ.get("PDSERVE_EXPLORE_DEEP"))
 WORLDS: list[tuple[int, tuple[str, ...], int, bool]] = [
@@ -77,26 +77,18 @@ def compares_nothing(*_: object) -> list[int]:
     return []
 
 
-def keeps_hold(self: Any, now: float) -> list[Any]:
-    return []
-
-
 @pytest.mark.parametrize(
-    ("owner", "name", "defect", "kind", "said"),
+    ("defect", "kind", "said"),
     [
-        (PrefixFetcher, "_fetch", counts_all, "evict", "counted what is not cached"),
-        (consumer, "_differing", compares_nothing, "damage", "wrong KV"),
-        (producer.Producer, "tick", keeps_hold, "lose", "p keeps"),
+        ((PrefixFetcher, "_fetch", counts_all), "evict", "counted what is not cached"),
+        ((consumer, "_differing", compares_nothing), "damage", "wrong KV"),
+        (KEEPS_HOLD, "lose", "p keeps"),
     ],
 )
 def test_a_planted_defect_is_found(
     monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    defect: Callable[..., Any],
+    defect: Defect,
     kind: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr(owner, name, defect)
-    with pytest.raises(AssertionError, match=said):
-        explore(CopyWorld(1, (kind,), chunks=1, is_pull=False))
+    assert_finds(monkeypatch, defect, said, CopyWorld(1, (kind,), chunks=1, is_pull=False))

@@ -13,10 +13,10 @@ from kv_transfer import image_features
 from kv_transfer.image_features import FetchEnded, ImageFeatureSource
 from kv_transfer.vllm.ec_connector import PdEcConnector
 from tests.support.encode_model import FAULTS, EncodeWorld
-from tests.support.explorer import explore
+from tests.support.explorer import assert_finds, explore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from tests.support.explorer import Defect
 
 DEEP = bool(os.environ.get("PDSERVE_EXPLORE_DEEP"))
 WORLDS: list[tuple[int, tuple[str, ...], int, int, bool]] = [
@@ -64,21 +64,22 @@ def without_reason(transfer_id: str, _reason: str) -> FetchEnded:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "defect", "images", "said"),
+    ("defect", "images", "said"),
     [
-        (ImageFeatureSource, "transfer_of", without_number, 2, "KeyError|another image"),
-        (PdEcConnector, "_abandon", waits_on, 1, "no order of events ends this"),
-        (image_features, "FetchEnded", without_reason, 1, "KeyError|counted what was not"),
+        ((ImageFeatureSource, "transfer_of", without_number), 2, "KeyError|another image"),
+        ((PdEcConnector, "_abandon", waits_on), 1, "no order of events ends this"),
+        ((image_features, "FetchEnded", without_reason), 1, "KeyError|counted what was not"),
     ],
 )
 def test_a_planted_defect_is_found(
     monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    defect: Callable[..., Any],
+    defect: Defect,
     images: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(owner, name, defect)
-    with pytest.raises(AssertionError, match=said):
-        explore(EncodeWorld(1, ("kill_p", "lose"), images=images, blocks=images, is_pull=False))
+    assert_finds(
+        monkeypatch,
+        defect,
+        said,
+        EncodeWorld(1, ("kill_p", "lose"), images=images, blocks=images, is_pull=False),
+    )

@@ -82,7 +82,7 @@ class _Arguments:
 
 
 @dataclass(slots=True)
-class _Call:
+class _PartialCall:
     id: str
     name: str
     arguments: _Arguments
@@ -117,9 +117,9 @@ class AnswerParts:
         self._said_to = 0
         self._answer_at: int | None = None  # where the text after the reasoning begins
         self._content: list[tuple[int, str]] = []  # (position, text)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _PartialCall] = {}
         # Text that is in no part, with the call parsed after it.
-        self._dropped: list[tuple[int, int, _Call | None]] = []
+        self._dropped: list[tuple[int, int, _PartialCall | None]] = []
         self._whole = p.ParserOutput() if self._parser.has_calls and not is_stream else None
 
     def resume(self, token_ids: Sequence[int]) -> None:
@@ -177,7 +177,7 @@ class AnswerParts:
             function: Any = given.function
             call = self._calls.get(given.index)
             if call is None:
-                call = _Call(given.id or make_tool_call_id(), "", _Arguments())
+                call = _PartialCall(given.id or make_tool_call_id(), "", _Arguments())
                 self._calls[given.index] = call
             call.name += (function and function.name) or ""
             arguments = (function and function.arguments) or ""
@@ -236,7 +236,7 @@ class AnswerParts:
         if self._content and not (self._said_calls() or output.tool_calls):
             output.content_tokens.extend(self._places.rest())
 
-    def _said_calls(self) -> list[_Call]:
+    def _said_calls(self) -> list[_PartialCall]:
         return [call for _, call in sorted(self._calls.items()) if call.arguments.text]
 
     def _complete_call(self, end: int, output: p.ParserOutput) -> None:
@@ -303,8 +303,8 @@ class AnswerParts:
         return False
 
 
-def _texts_of(call: _Call | FunctionCall) -> list[str]:
-    arguments = call.arguments.text if isinstance(call, _Call) else call.arguments
+def _texts_of(call: _PartialCall | FunctionCall) -> list[str]:
+    arguments = call.arguments.text if isinstance(call, _PartialCall) else call.arguments
     # Escapes have other spellings too.
     plain = json.dumps(_object(arguments), ensure_ascii=False)
     return [call.id or "", call.name, arguments, plain]
