@@ -18,6 +18,7 @@ import yaml
 from benchmarks.errors import BenchError
 from pdserve import wire
 from pdserve.net import rpc
+from pdserve.process.gpus import is_cpu_build
 from pdserve.security.local import admin_key
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
@@ -125,6 +126,16 @@ class LoggedProcess:
         return "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
 
 
+def _of_one_kind(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `config` with eager workers on a CPU, unless it says which. By default the first round
+    would make compiled code meanwhile, and later rounds run it."""
+    worker = config.get("worker", {})
+    is_set = worker.get("compilation", "auto") != "auto" or "enforce_eager" in json.dumps(config)
+    if is_set or not is_cpu_build():
+        return config
+    return {**config, "worker": {**worker, "compilation": "eager"}}
+
+
 class LocalService:
     """A service started with `pdserve up`. Its files are in `directory`.
 
@@ -146,7 +157,7 @@ class LocalService:
         self._environment = environment
         self._ready_path = directory / "ready.json"
         up = {**config["up"], "ready_file": str(self._ready_path), "run_dir": str(directory)}
-        self._config = {**config, "up": up}
+        self._config = {**_of_one_kind(config), "up": up}
         self._child = LoggedProcess(name, directory / "up.log")
         self._channels = AsyncExitStack()
         self._registries: list[RegistryAsyncStub] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING, NoReturn
 
 from pdserve.cli import flags
@@ -11,8 +12,6 @@ from pdserve.process.child import add_child_options, exit_at_once, served_proces
 from pdserve.process.gpus import check_packages
 
 if TYPE_CHECKING:
-    import argparse
-
     from pdserve.cli.options import Subparsers
 
 _FLAGS = {
@@ -46,6 +45,9 @@ def register(commands: Subparsers) -> None:
     )
     add_config_options(worker, _FLAGS)
     add_child_options(worker)
+    # `load`: do not start unless compiled code can be loaded. `make` and `check`: make compiled
+    # code, or load it, and end.
+    worker.add_argument("--code", choices=("load", "make", "check"), help=argparse.SUPPRESS)
 
 
 def _worker(args: argparse.Namespace) -> NoReturn:
@@ -54,6 +56,14 @@ def _worker(args: argparse.Namespace) -> NoReturn:
         if config.engine == "vllm":
             check_packages()
         log_to_stderr(config.log.level, config.log.format)
+        if args.code:
+            from workers.vllm.start.compiled_code import make_code, require_code
+
+            if args.code != "make":
+                require_code()
+            if args.code != "load":
+                reports.ready({"files": make_code(config)})
+                exit_at_once(0)
         from workers.main import run_worker
 
         code = run_worker(config, reports=reports)

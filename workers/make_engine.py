@@ -15,6 +15,7 @@ from pdserve.model.hub import with_directories
 from pdserve.model.tokenizer import digest_of, read_files
 from pdserve.types import ModelInfo, Role
 from workers.engine import ignore_progress
+from workers.vllm.start.defaults import args_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,7 @@ def vllm_settings(config: WorkerConfig, instance_id: str = "") -> VllmSettings:
     from workers.vllm.start.settings import VllmSettings
 
     kv = _connector_config(config)
-    engine_args = dict(config.engine_args)
+    engine_args = {**args_of(config.compilation), **config.engine_args}
     if config.adapters:
         engine_args["enable_lora"] = True
     if config.role is Role.POOLING:

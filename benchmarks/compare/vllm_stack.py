@@ -29,7 +29,7 @@ from benchmarks.service import LoggedProcess
 from pdserve.deploy.local.groups import free_ports
 from pdserve.model.hub import with_directories
 from pdserve.process.gpus import is_cpu_build
-from workers.vllm.start.defaults import CPU_DEFAULTS, DEFAULTS
+from workers.vllm.start.defaults import CPU_DEFAULTS, DEFAULTS, args_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,7 +113,12 @@ def stack_config(
         cores=tuple(tuple(cores[i * each : (i + 1) * each]) for i in range(sum(counts))),
         model=worker.model,
         model_name=worker.served_names[0],
-        engine_args={**DEFAULTS, **CPU_DEFAULTS, **worker.engine_args},
+        engine_args={
+            **DEFAULTS,
+            **CPU_DEFAULTS,
+            **args_of(worker.compilation),
+            **worker.engine_args,
+        },
     )
 
 

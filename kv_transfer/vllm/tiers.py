@@ -163,6 +163,7 @@ def _namespace(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         sorted((name, status.st_size, status.st_mtime_ns) for name, status in files),
         config.load_config.load_format,
         model.seed,
+        model.enforce_eager,  # compiled code rounds differently
         [
             (group.layer_names, repr(group.kv_cache_spec))
             for group in kv_cache_config.kv_cache_groups

@@ -192,6 +192,7 @@ def _show(address: str, found: dict[str, Any]) -> None:
             for row in workers
             if row.get("settings", {}).get("set_for_model")
         ],
+        "run the model on a CPU": _kinds(workers),
         "get no work": [
             f"{row['worker_id']}: {_why_idle(row)}" for row in workers if row["reason"]
         ],
@@ -212,6 +213,17 @@ def _show(address: str, found: dict[str, Any]) -> None:
             console.print(f"\n[bold]{title}[/]")
         for line in lines:
             console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def _kinds(workers: Sequence[Row]) -> list[str]:
+    """Return the workers on CPUs that run compiled code, and those that do not."""
+    names: dict[str, list[str]] = {}
+    for row in workers:
+        settings = row.get("settings", {})
+        if settings.get("device") == "cpu" and "enforce_eager" in settings:
+            kind = "eagerly" if settings["enforce_eager"] == "True" else "with compiled code"
+            names.setdefault(kind, []).append(row["worker_id"])
+    return [f"{', '.join(found)}: {kind}" for kind, found in names.items()]
 
 
 def _peer(row: Row) -> str:

@@ -141,6 +141,12 @@ class WorkerConfig(Section, frozen=True):
     engine_args: Annotated[
         dict[str, object], about("Engine arguments of vLLM, under vLLM's names.")
     ] = field(default_factory=dict)
+    compilation: Annotated[
+        Literal["auto", "eager", "compiled"],
+        about("""How vLLM runs the model. `eager`: as it is. `compiled`: by compiled code, which the
+        first start makes. `auto`: on a GPU as vLLM does by default. On a CPU eagerly, but `pdserve
+        up` has the code made in the background, and runs it from the next start on."""),
+    ] = "auto"
     adapters: Annotated[
         dict[Text, Text],
         about("""LoRA adapters: directories by the name under which they are served. Sets
@@ -189,6 +195,8 @@ class WorkerConfig(Section, frozen=True):
             refuse("adapters", f"{name} is a name of the model")
         if self.adapters and self.engine_args.get("enable_lora") is False:
             refuse("engine_args.enable_lora", "must not be false if adapters are listed")
+        if self.compilation != "auto" and "enforce_eager" in self.engine_args:
+            refuse("compilation", "must be auto if engine_args.enforce_eager is set, which decides")
         access, tls = self.access, self.access.tls
         if self.trainer_calls and not (self.weights_directories and self.debug.host):
             refuse("trainer_calls", "needs weights_directories and debug.host")

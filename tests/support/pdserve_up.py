@@ -47,7 +47,10 @@ class UpProcess:
         python: str = sys.executable,
         cwd: Path = ROOT,
         env: Mapping[str, str] | None = None,
+        compiles: bool = False,
     ) -> None:
+        """`compiles`: workers may run compiled code, and a spare process makes it. Without it, no
+        test runs another kind of code than the one before."""
         self.ready_path = directory / "ready.json"
         self._heard = threading.Condition()
         self._lines: list[str] = []
@@ -56,6 +59,8 @@ class UpProcess:
         options = ["--ready-file", str(self.ready_path), "--run-dir", str(directory / "run")]
         options += ["--set", f"router.lease_s={LEASE_S}"]
         options += ["--set", f"router.health.stall_s={LEASE_S}"]
+        if not compiles:
+            options += ["--set", "worker.compilation=eager"]
         words = ["-m", "pdserve", command, *options, *args]
         if terminal:
             self._terminal, stdin = os.openpty()

@@ -173,6 +173,12 @@ class VllmCore:
         return self._opened.pickled_config
 
     @property
+    def compiled_code(self) -> str:
+        """The folder of the model's compiled code, "" if it runs eagerly."""
+        folder: str = self._opened.engine.vllm_config.compilation_config.local_cache_dir or ""
+        return folder
+
+    @property
     def wakeups(self) -> tuple[int, ...]:
         """Descriptors, readable while the end of a transfer awaits a step; () if the connector
         has none."""

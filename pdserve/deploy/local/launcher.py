@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from pdserve.deploy.local.restarts import SupervisedProcess
     from pdserve.process.forkserver import Process
 
 
@@ -45,15 +44,17 @@ class Launcher:
         return self._forkserver is not None
 
     def launched(
-        self, child: SupervisedProcess, config: Path, *, is_worker: bool
+        self, log: Path, config: Path, *, is_worker: bool, code: str = ""
     ) -> AbstractAsyncContextManager[tuple[Process, asyncio.StreamReader]]:
         """Run a process with a configuration file: see `forkserver.launched`. A router is executed,
-        and has its parser process forked."""
-        words = ("pdserve", "worker" if is_worker else "router", "--config", str(config))
+        and has its parser process forked. `code`: what a worker does with compiled code, as in its
+        option."""
+        words = ["pdserve", "worker" if is_worker else "router", "--config", str(config)]
+        words += ["--code", code] if code else []
         env = {**os.environ, "TMPDIR": self._temporary_dir.name}
         if is_worker:
-            return launched(self._forkserver, *words, env=env, log=child.log)
-        return launched(None, *words, env=env, log=child.log, its_forks=self._forkserver)
+            return launched(self._forkserver, *words, env=env, log=log)
+        return launched(None, *words, env=env, log=log, its_forks=self._forkserver)
 
     def close(self) -> None:
         if self._forkserver is not None:

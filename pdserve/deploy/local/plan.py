@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
 from pdserve.config import LIVE_KEYS, RouterConfig, WorkerConfig
 from pdserve.deploy.local import specs
+from pdserve.deploy.local.compiled_code import CodeRecords, ModelCode, decide, without_code
 from pdserve.model.hub import with_directories
 from pdserve.net.rpc import Dialer
-from pdserve.process.gpus import gpus_for
+from pdserve.process.gpus import gpus_for, is_cpu_build
 from pdserve.process.memory import free_bytes
 from pdserve.security import local
 from pdserve.security.tls import dialer
@@ -30,7 +31,7 @@ C = TypeVar("C", RouterConfig, WorkerConfig)
 class ServicePlan:
     """`routers` and `workers`: configurations by name of the process. `models`: names, the first
     one is the default. `dialer`: for calls to the routers, as a worker. `admin_key`: that this
-    service has made for its operator, or ""."""
+    service has made for its operator, or "". `codes`: how each model runs on a CPU."""
 
     routers: dict[str, RouterConfig]
     workers: dict[str, WorkerConfig]
@@ -38,6 +39,8 @@ class ServicePlan:
     models: list[str]
     dialer: Dialer
     admin_key: str = ""
+    codes: list[ModelCode] = field(default_factory=list)
+    records: CodeRecords = field(default_factory=CodeRecords)
 
     @staticmethod
     def of(config: Config) -> ServicePlan:
@@ -47,7 +50,38 @@ class ServicePlan:
         pools = specs.worker_pools(config)
         specs.check_memory(workers, pools, free_bytes())
         models = list(dict.fromkeys(x.served_names[0] for x in workers.values()))
-        return ServicePlan(specs.router_configs(config), workers, pools, models, Dialer())
+        plan = ServicePlan(specs.router_configs(config), workers, pools, models, Dialer())
+        for model in models if config.worker.engine == "vllm" and is_cpu_build() else ():
+            mine = {name: x for name, x in workers.items() if x.served_names[0] == model}
+            plan._run_as(decide(model, mine, plan.records))
+        return plan
+
+    def _run_as(self, code: ModelCode) -> None:
+        """Give the workers of a model the kind that was decided."""
+        self.codes = [x for x in self.codes if x.model != code.model] + [code]
+        if code.kind != "auto":
+            for name in code.names:
+                self.workers[name] = replace(self.workers[name], compilation=code.kind)
+
+    def loads_code(self, name: str) -> bool:
+        """Return True if a worker is to run compiled code that an earlier service has made."""
+        return any(name in code.names and code.kind == "compiled" for code in self.codes)
+
+    def run_eagerly(self, name: str) -> ModelCode | None:
+        """Let all workers of a model run eagerly, because `name` cannot load its code. Return None
+        if it does not load any."""
+        if not self.loads_code(name):
+            return None
+        code = next(x for x in self.codes if name in x.names)
+        without_code(code, self.records)
+        self._run_as(code)
+        return code
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Memory that the workers which run from the start may fill with KV, in bytes."""
+        first = [name for x in self.pools for name in x.names[: x.least + x.warm]]
+        return sum(specs.kv_cache_bytes(self.workers[name]) for name in first)
 
     def settle(self, config: Config, run_dir: Path) -> None:
         """Keep the routers' store and capsules in `run_dir`, unless they have another place, and

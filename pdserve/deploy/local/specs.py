@@ -201,14 +201,19 @@ def _host_bytes(worker: WorkerConfig) -> dict[str, int]:
     needs = {"KV tier": int(worker.kv.tiers.host_gib * 2**30)}
     if worker.gpus or worker.engine != "vllm":
         return needs
-    args, ranks = worker.engine_args, ranks_of(worker.engine_args)
-    cache = args.get("kv_cache_memory_bytes")
-    default = cpu_cache_bytes(worker.model, len(worker.cores) or None)
     return needs | {
         "weights": weights_bytes(worker.model),
-        "KV cache": cache * ranks if isinstance(cache, int) else default,
-        "engine": ENGINE_BYTES * ranks,
+        "KV cache": kv_cache_bytes(worker),
+        "engine": ENGINE_BYTES * ranks_of(worker.engine_args),
     }
+
+
+def kv_cache_bytes(worker: WorkerConfig) -> int:
+    """Return the size of a worker's KV cache on a CPU, in bytes."""
+    given = worker.engine_args.get("kv_cache_memory_bytes")
+    if isinstance(given, int):
+        return given * ranks_of(worker.engine_args)
+    return cpu_cache_bytes(worker.model, len(worker.cores) or None)
 
 
 def _check_apart(workers: Sequence[WorkerConfig], cards: Sequence[tuple[int, ...]]) -> None:

@@ -40,7 +40,8 @@ from pdserve.deploy.local.launcher import Launcher, vllm_forkserver
 from pdserve.deploy.local.plan import ServicePlan
 from pdserve.deploy.local.progress import StartProgress
 from pdserve.deploy.local.ready_file import ReadyFile
-from pdserve.deploy.local.restarts import Restarts, SupervisedProcess
+from pdserve.deploy.local.restarts import Restarts, SupervisedProcess, death_reason
+from pdserve.deploy.local.spare_compiler import SpareCompiler
 from pdserve.deploy.local.stop_signals import StopSignals
 from pdserve.deploy.scaling.load import RouterLoads
 from pdserve.errors import ConfigError, PdserveError
@@ -163,6 +164,7 @@ class Supervisor:
                 following = [asyncio.create_task(self._scale(x)) for x in self._followers()]
                 following.append(asyncio.create_task(self._report_crash_loops()))
                 following.append(asyncio.create_task(self._follow_file()))
+                following.append(asyncio.create_task(self._make_code()))
                 done = await _first(*ends)
             code: int = max(end.result() for end in done)
             for task in (starting, *following):
@@ -182,6 +184,14 @@ class Supervisor:
             self._launcher.close()
             self._remove_run_dir()
             self._signals.close()
+
+    async def _make_code(self) -> None:
+        """Make compiled code that the next start can use."""
+        for code in self._plan.codes:
+            if code.text:
+                self._display.tell(f"{code.model} {code.text}")
+        spare = SpareCompiler(self._plan.records, self._launcher, self._display, self._run_dir)
+        await spare.make(self._plan.codes, self._plan.kv_cache_bytes)
 
     async def _follow_file(self) -> None:
         """Write changes of the configuration file that need no restart to the routers' files, which
@@ -231,11 +241,14 @@ class Supervisor:
             serving.cancel()
 
     async def _until_serving(self) -> int:
-        for name in self._wanted():
-            await self._children[name].known.wait()
-        for address in self._addresses():
-            await self._until_registered(address)
-        return OK
+        # Workers that were ready may have begun anew, because another could not load its code.
+        while True:
+            for name in self._wanted():
+                await self._children[name].known.wait()
+            for address in self._addresses():
+                await self._until_registered(address)
+            if all(self._children[name].known.is_set() for name in self._wanted()):
+                return OK
 
     async def _until_registered(self, address: str) -> None:
         """Return when the router at `address` can place work on every worker."""
@@ -358,7 +371,8 @@ class Supervisor:
                 self._display.tell(f"{child.name} has ended")
                 continue
             has_served = code == OK and child.ready_at is not None
-            if self._is_serving and (has_served or child.begins_anew):
+            runs_on = child.begins_anew or (self._is_serving and has_served)
+            if runs_on or self._runs_eagerly(child, code):
                 self._display.tell(f"{child.name} has ended and is restarted")
                 continue
             self._display.died(child.name, code, child.failure, child.log)
@@ -370,6 +384,24 @@ class Supervisor:
                 state = f"crash-looping ({child.restarts.deaths} deaths), and "
             self._display.tell(f"{child.name} is {state}restarted in {pause_s:g} s")
             await asyncio.sleep(pause_s)
+
+    def _runs_eagerly(self, child: SupervisedProcess, code: int) -> bool:
+        """Start a model eagerly whose worker did not start compiled. Return False if `child` is no
+        such worker."""
+        can_change = not self._is_serving and code != BAD_CONFIG
+        changed = self._plan.run_eagerly(child.name) if can_change else None
+        if changed is None:
+            return False
+        reason = death_reason(code, child.failure, child.log)
+        self._display.tell(
+            f"{child.name} did not start with compiled code ({reason}): all workers of "
+            f"{changed.model} start eagerly"
+        )
+        for other in (self._children[name] for name in changed.names if name != child.name):
+            other.facts = {}
+            other.known.clear()
+            other.begin_anew()
+        return True
 
     async def _run(self, child: SupervisedProcess) -> int:
         """Run a process to its end, and return its exit code, or minus the signal that ended it. A
@@ -391,7 +423,9 @@ class Supervisor:
         config = self._write_config(child)
         if is_worker and self._launcher.imports_first:
             self._display.doing(child.name, "importing vLLM")
-        launched = self._launcher.launched(child, config, is_worker=is_worker)
+        # A service that runs keeps its kind: its workers compile code that is no longer there.
+        code = "load" if self._plan.loads_code(child.name) and not self._is_serving else ""
+        launched = self._launcher.launched(child.log, config, is_worker=is_worker, code=code)
         async with launched as (process, reports):
             child.process, child.pid = process, process.pid
             following = asyncio.create_task(self._follow(child, reports))

@@ -19,3 +19,8 @@ CPU_DEFAULTS: Final[dict[str, Any]] = {
     "max_model_len": -1,  # the model's context, or as much of it as the KV cache holds
     "enforce_eager": True,
 }
+
+
+def args_of(compilation: str) -> dict[str, Any]:
+    """Return the engine arguments that a value of `worker.compilation` sets."""
+    return {} if compilation == "auto" else {"enforce_eager": compilation == "eager"}
