@@ -109,14 +109,13 @@ def key_of(worker: WorkerConfig) -> str:
     directory."""
     args = worker.engine_args
     model = [(x.name, x.stat()) for x in sorted(Path(worker.model).iterdir()) if x.is_file()]
-    ours = find_spec(entry_point(PROCESSES, "vllm-preload").module)
-    assert ours is not None
-    assert ours.origin is not None
     sources = hashlib.sha256()
-    for path in sorted(Path(ours.origin).parent.rglob("*.py")):
+    for path in sorted(_folder_of(entry_point(PROCESSES, "vllm-preload").module).rglob("*.py")):
         sources.update(path.read_bytes())
+    # The package with vLLM has another name in some builds.
+    vllm = (_folder_of("vllm") / "_version.py").read_text()
     facts = (
-        (__version__, sources.hexdigest(), sys.version, version("vllm"), version("torch")),
+        (__version__, sources.hexdigest(), sys.version, vllm, version("torch")),
         (worker.model, [(name, x.st_size, x.st_mtime_ns) for name, x in model]),
         sorted((name, json.dumps(x, sort_keys=True, default=str)) for name, x in args.items()),
         # The size of the KV cache determines the longest context.
@@ -125,6 +124,13 @@ def key_of(worker: WorkerConfig) -> str:
         sorted(x for x in os.environ.items() if x[0].startswith(_ENVIRONMENT)),
     )
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _folder_of(module: str) -> Path:
+    found = find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent
 
 
 @dataclass(slots=True)

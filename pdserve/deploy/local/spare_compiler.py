@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pdserve.deploy.local.display import Display
     from pdserve.deploy.local.launcher import Launcher
 
-_LIMIT_S = 1800.0  # for one code, with the wait for another service
+_LIMIT_S = 3600.0  # for one code, with the wait for another service
 _LOOK_S = 1.0
 # Beside the engine: torch's compiler, and the C++ compiler.
 _COMPILER_BYTES = 3 << 29

@@ -56,12 +56,12 @@ def make_code(config: WorkerConfig) -> dict[str, int]:
 
 def yield_to_others() -> None:
     """Give this process the lowest priority for cores, disks and memory."""
-    os.nice(_LOWEST_PRIORITY)
+    priority = os.nice(_LOWEST_PRIORITY)
     with contextlib.suppress(OSError, AttributeError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
     # A session of its own is also a scheduling group of its own, where nice compares no other
     # processes. And if memory ends, the kernel is to kill this process first.
-    for file, value in (("autogroup", _LOWEST_PRIORITY), ("oom_score_adj", 1000)):
+    for file, value in (("autogroup", priority), ("oom_score_adj", 1000)):
         with contextlib.suppress(OSError):
             Path("/proc/self", file).write_text(str(value))
 
