@@ -139,8 +139,8 @@ def _of_one_kind(config: Mapping[str, Any]) -> Mapping[str, Any]:
 class LocalService:
     """A service started with `pdserve up`. Its files are in `directory`.
 
-    `ready`: content of the ready file, empty while the service is not running. `environment` is
-    added to ours.
+    `ready`: content of the ready file, empty while the service is not running. `config`: what it
+    is started with. `environment` is added to ours.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class LocalService:
         self._environment = environment
         self._ready_path = directory / "ready.json"
         up = {**config["up"], "ready_file": str(self._ready_path), "run_dir": str(directory)}
-        self._config = {**_of_one_kind(config), "up": up}
+        self.config = {**_of_one_kind(config), "up": up}
         self._child = LoggedProcess(name, directory / "up.log")
         self._channels = AsyncExitStack()
         self._registries: list[RegistryAsyncStub] = []
@@ -166,7 +166,7 @@ class LocalService:
         """Start the service and wait until it is ready. Raises BenchError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         config_path = self.directory / "up.yaml"
-        config_path.write_text(yaml.safe_dump(self._config, sort_keys=False), encoding="utf-8")
+        config_path.write_text(yaml.safe_dump(self.config, sort_keys=False), encoding="utf-8")
         self._ready_path.unlink(missing_ok=True)
 
         async def is_ready() -> bool:

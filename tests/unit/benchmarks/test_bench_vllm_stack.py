@@ -35,8 +35,8 @@ from benchmarks.compare.vllm_stack import (
 )
 from benchmarks.errors import BenchError
 from benchmarks.progress import Progress
-from benchmarks.service import with_children
-from pdserve.config import load_config
+from benchmarks.service import LocalService, with_children
+from pdserve.config import load_config, to_mapping
 from pdserve.demo import MODEL_DIR
 from tests.support.fake_openai import FakeOpenAI
 from tests.support.vllm_stand_in import BLOCKS, options_of, report
@@ -78,6 +78,20 @@ def test_servers_have_the_engine_arguments_of_workers() -> None:
     assert json.loads(options["limit-mm-per-prompt"])["image"] == 8
     assert json.loads(options["kv-transfer-config"])["kv_connector"] == "NixlConnector"
     assert "kv-transfer-config" not in options_of(server_command(stack, "aggregated", 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_eager"), [("auto", True), ("eager", True), ("compiled", False)]
+)
+def test_all_arms_run_the_model_alike(kind: Any, is_eager: bool, tmp_path: Path) -> None:
+    whole = load_config(None, {"worker.compilation": kind})
+    stack = stack_config(STACKS["vllm-pd"], (0, 1), whole.worker)
+    assert stack.engine_args["enforce_eager"] is is_eager
+    ours = LocalService("1P1D", to_mapping(whole), tmp_path).config["worker"]
+    assert ours["compilation"] == ("eager" if is_eager else "compiled")
+    args = {"worker.engine_args.enforce_eager": False}
+    own = LocalService("1P1D", to_mapping(load_config(None, args)), tmp_path).config["worker"]
+    assert own["compilation"] == "auto"
 
 
 def test_the_router_knows_the_roles_of_the_servers() -> None:

@@ -47,6 +47,20 @@ def test_workers_are_shown_with_their_labels_where_one_has_any() -> None:
     assert "eu/a" in text
 
 
+def test_workers_on_cpus_are_shown_with_how_they_run_the_model() -> None:
+    rows = [
+        {"worker_id": name, "settings": {"device": device, "enforce_eager": is_eager}}
+        for name, device, is_eager in (
+            ("p0", "cpu", "True"),
+            ("d0", "cpu", "True"),
+            ("d1", "cpu", "False"),
+            ("g0", "cuda", "False"),
+        )
+    ]
+    found = status._kinds([*rows, {"worker_id": "fake"}])
+    assert found == ["p0, d0: eagerly", "d1: with compiled code"]
+
+
 async def test_a_worker_that_keeps_dying_is_not_asked_and_shown_in_its_state() -> None:
     info = w.WorkerInfo(worker_id="d0", role=w.ROLE_DECODE, address="127.0.0.1:1")
     entry = w.WorkerEntry(info=info, state="crash-looping", reason="killed by signal 9")

@@ -12,8 +12,10 @@ import pytest
 
 from pdserve.deploy.local import supervisor as module
 from pdserve.deploy.local.launcher import Launcher
+from pdserve.deploy.local.plan import ServicePlan
 from pdserve.deploy.local.restarts import Restarts, SupervisedProcess
 from pdserve.deploy.local.supervisor import OK, Supervisor
+from pdserve.net.rpc import Dialer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -48,7 +50,7 @@ def supervisor(
     told: list[str] = []
     made._display = SimpleNamespace(tell=told.append, died=lambda *_: told.append("died"))
     made.told = told
-    made._plan, made._groups = SimpleNamespace(workers={}, routers={}), {}
+    made._plan, made._groups = ServicePlan({}, {}, [], [], Dialer()), {}
     made._children = {child.name: child}
     made._run_dir, made._launcher = tmp_path, Launcher(None)
     made._is_serving, made._is_stopping = True, False
