@@ -121,9 +121,9 @@ async def test_a_first_start_is_eager_and_the_next_runs_the_code_that_it_made(
     pools = ("--prefill", "0", "--decode", "0", "--aggregated", "2")
     with served(tiny_model, tmp_path, *compiled, *pools) as service:
         assert await answer(service) == through_both
-    assert codes(tmp_path) == made
+    assert made.items() <= codes(tmp_path).items()  # that of an engine without KV plane is another
     # Code that is there and cannot be loaded: all start eagerly, and it is made again.
-    for file in made:
+    for file in codes(tmp_path):
         file.write_bytes(bytes(file.stat().st_size))
     with served(tiny_model, tmp_path) as service:
         service.up.wait_for_line("did not start with compiled code")

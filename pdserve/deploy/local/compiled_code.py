@@ -28,7 +28,7 @@ from pdserve.deploy.local.specs import kv_cache_bytes
 from pdserve.process.cpu import cpu_digest
 from pdserve.process.entry_points import PROCESSES, entry_point
 from pdserve.security.local import write_private
-from pdserve.types import GENERATING
+from pdserve.types import GENERATING, Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -120,6 +120,7 @@ def key_of(worker: WorkerConfig) -> str:
         sorted((name, json.dumps(x, sort_keys=True, default=str)) for name, x in args.items()),
         # The size of the KV cache determines the longest context.
         (len(worker.cores), kv_cache_bytes(worker)),
+        worker.role is Role.AGGREGATED,  # vLLM keeps the code of engines with a KV connector apart
         cpu_digest(),
         sorted(x for x in os.environ.items() if x[0].startswith(_ENVIRONMENT)),
     )
@@ -136,13 +137,13 @@ def _folder_of(module: str) -> Path:
 @dataclass(slots=True)
 class ModelCode:
     """How the workers of one model run, decided once for a service. `names`: of these workers.
-    `kind`: "auto" if their configuration decides. `codes`: those that they would run, each with a
-    worker of that code. `missing`: keys of those to be made. `text`: for the operator."""
+    `kind`: "auto" if their configuration decides. `codes`: those that they would run, each with the
+    name of a worker that would. `missing`: keys of those to be made. `text`: for the operator."""
 
     model: str
     names: tuple[str, ...] = ()
     kind: Literal["auto", "eager", "compiled"] = "auto"
-    codes: dict[str, WorkerConfig] = field(default_factory=dict)
+    codes: dict[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     text: str = ""
 
@@ -160,7 +161,7 @@ def decide(model: str, workers: Mapping[str, WorkerConfig], records: CodeRecords
     if why := next(filter(None, map(_unsupported, generating.values())), ""):
         found.text = f"serves eagerly: {why}"
         return found
-    found.codes = {key_of(x): x for x in generating.values()}
+    found.codes = {key_of(x): name for name, x in generating.items()}
     known = {key: records.look(key) for key in found.codes}
     if why := next((x.refused for x in known.values() if x.refused), ""):
         found.text = f"serves eagerly: {why}"
@@ -188,6 +189,8 @@ def _unsupported(worker: WorkerConfig) -> str:
         **{f"engine_args.{x}": worker.engine_args.get(x) for x in _UNTESTED},
         "adapters": worker.adapters,
         "weights_directories": worker.weights_directories,
+        # Its KV connector is not that of the engine that makes the code.
+        "kv.tiers": worker.role is Role.AGGREGATED and worker.kv.tiers.host_gib,
         "several ranks": ranks_of(worker.engine_args) > 1 or worker.data_parallel.size > 1,
     }
     why = next((name for name, is_set in reasons.items() if is_set), "")

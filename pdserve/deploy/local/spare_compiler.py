@@ -13,16 +13,15 @@ import psutil
 import yaml
 from msgspec.structs import replace
 
-from pdserve.config import AccessConfig, KvConfig, to_mapping
+from pdserve.config import TiersConfig, to_mapping
 from pdserve.deploy.local.compiled_code import Record
 from pdserve.deploy.local.restarts import death_reason
 from pdserve.process.forkserver import until_ended
 from pdserve.process.memory import ENGINE_BYTES, free_bytes, weights_bytes
 from pdserve.security.local import write_private
-from pdserve.types import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from pdserve.config import WorkerConfig
@@ -60,14 +59,19 @@ class SpareCompiler:
         self._records, self._launcher, self._display = records, launcher, display
         self._config, self._log = run_dir / "compiler.yaml", run_dir / "compiler.log"
 
-    async def make(self, models: Iterable[ModelCode], reserved_bytes: int) -> None:
-        """Make the codes, and tell the operator. `reserved_bytes`: memory that the workers may
-        still fill. Cancelled, it leaves no process."""
+    async def make(
+        self,
+        models: Iterable[ModelCode],
+        workers: Mapping[str, WorkerConfig],
+        reserved_bytes: int,
+    ) -> None:
+        """Make the codes, and tell the operator. `workers` of the service by name.
+        `reserved_bytes`: memory that they may still fill. Cancelled, it leaves no process."""
         for code in models:
             for key in code.missing:
                 try:
                     async with asyncio.timeout(_LIMIT_S), self._records.turn():
-                        why = await self._made(key, code.codes[key], reserved_bytes)
+                        why = await self._made(key, workers[code.codes[key]], reserved_bytes)
                 except TimeoutError:
                     why = f"not within {_LIMIT_S / 60:g} min"
                 except OSError as error:
@@ -82,15 +86,9 @@ class SpareCompiler:
         needs = weights_bytes(worker.model) + ENGINE_BYTES + _COMPILER_BYTES
         if (free := free_bytes() - reserved_bytes) < needs:
             return f"it takes {needs / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free"
-        # An engine that takes no part in the service: without KV plane and credentials.
-        alone = replace(
-            worker,
-            role=Role.AGGREGATED,
-            compilation="compiled",
-            kv=KvConfig(),
-            access=AccessConfig(),
-        )
-        content = yaml.safe_dump({"worker": to_mapping(alone)}, sort_keys=False)
+        kv = replace(worker.kv, tiers=TiersConfig())  # it has no prompts to keep
+        mapping = to_mapping(replace(worker, compilation="compiled", kv=kv))
+        content = yaml.safe_dump({"worker": mapping}, sort_keys=False)
         write_private(self._config, content)
         for purpose in ("make", "check"):
             process = _Process()

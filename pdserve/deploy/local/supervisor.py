@@ -190,8 +190,9 @@ class Supervisor:
         for code in self._plan.codes:
             if code.text:
                 self._display.tell(f"{code.model} {code.text}")
-        spare = SpareCompiler(self._plan.records, self._launcher, self._display, self._run_dir)
-        await spare.make(self._plan.codes, self._plan.kv_cache_bytes)
+        plan = self._plan
+        spare = SpareCompiler(plan.records, self._launcher, self._display, self._run_dir)
+        await spare.make(plan.codes, plan.workers, plan.kv_cache_bytes)
 
     async def _follow_file(self) -> None:
         """Write changes of the configuration file that need no restart to the routers' files, which

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from pdserve.config import DataParallelConfig, WorkerConfig, load_config
+from pdserve.config import (
+    DataParallelConfig,
+    KvConfig,
+    TiersConfig,
+    WorkerConfig,
+    load_config,
+)
 from pdserve.demo import MODEL_DIR
 from pdserve.deploy.local import compiled_code, spare_compiler
 from pdserve.deploy.local.compiled_code import CodeRecords, ModelCode, Record, decide, key_of
@@ -98,6 +104,7 @@ def test_code_that_is_gone_or_cut_off_is_made_again(records: CodeRecords, tmp_pa
         ({"engine_args": {"tensor_parallel_size": 2}}, "several ranks"),
         ({"data_parallel": DataParallelConfig(size=2, group="g")}, "several ranks"),
         ({"adapters": {"a": "/adapter"}}, "adapters"),
+        ({"role": Role.AGGREGATED, "kv": KvConfig(tiers=TiersConfig(host_gib=1.0))}, "kv.tiers"),
         ({"weights_directories": ("/weights",)}, "weights_directories"),
     ],
 )
@@ -154,6 +161,7 @@ def test_a_code_is_of_one_model_machine_and_settings(
         KEY,
         key_of(copy),
         key_of(replace(PREFILL, cores=(0, 1))),
+        key_of(replace(PREFILL, role=Role.AGGREGATED)),
         key_of(replace(PREFILL, engine_args={"dtype": "float32"})),
         key_of(replace(PREFILL, engine_args={"kv_cache_memory_bytes": 1 << 26})),
     }
@@ -165,7 +173,7 @@ def test_a_code_is_of_one_model_machine_and_settings(
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
     keys.add(key_of(PREFILL))
     monkeypatch.undo()
-    assert len(keys) == 8
+    assert len(keys) == 9
     same = replace(DECODE, worker_id="decode-0", host="localhost", revision="r")
     assert key_of(same) == KEY
 
@@ -237,7 +245,8 @@ async def make(spare: Spare, records: CodeRecords, tmp_path: Path) -> str:
     told: list[str] = []
     launcher: Launcher | Any = spare
     display: Any = SimpleNamespace(tell=told.append)
-    await SpareCompiler(records, launcher, display, tmp_path).make([of(records)], 0)
+    workers = {"prefill-0": PREFILL, "decode-0": DECODE}
+    await SpareCompiler(records, launcher, display, tmp_path).make([of(records)], workers, 0)
     return told[0]
 
 

@@ -33,7 +33,7 @@ def make_code(config: WorkerConfig) -> dict[str, int]:
     sizes of the files with the model's code, by path. Raises ConfigError for a model that is not to
     be compiled, and what vLLM raises."""
     yield_to_others()
-    settings = vllm_settings(config)
+    settings = vllm_settings(config, f"code-{os.getpid()}")
     apply_environment(settings)
     import torch._inductor.config as inductor
 
