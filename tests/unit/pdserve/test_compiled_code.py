@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 PREFILL = WorkerConfig(model=str(MODEL_DIR), model_names=("m",), role=Role.PREFILL, cores=(0,))
 DECODE = replace(PREFILL, role=Role.DECODE, cores=(1,))
-KEY = key_of(PREFILL)
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +68,9 @@ def test_the_first_start_is_eager_and_the_next_one_compiled(
     records: CodeRecords, tmp_path: Path
 ) -> None:
     first = of(records)
-    assert (first.kind, first.missing) == ("eager", (KEY,))
+    assert (first.kind, first.missing) == ("eager", (key_of(PREFILL),))
     assert "being made, used from the next start" in first.text
-    records.write(KEY, made(tmp_path))
+    records.write(key_of(PREFILL), made(tmp_path))
     second = of(records)
     assert (second.kind, second.missing) == ("compiled", ())
     assert second.names == ("prefill-0", "decode-0")
@@ -80,7 +79,7 @@ def test_the_first_start_is_eager_and_the_next_one_compiled(
 def test_all_workers_of_a_model_wait_for_the_code_of_each(
     records: CodeRecords, tmp_path: Path
 ) -> None:
-    records.write(KEY, made(tmp_path))
+    records.write(key_of(PREFILL), made(tmp_path))
     other = replace(DECODE, engine_args={"max_num_batched_tokens": 512})
     found = decide("m", {"prefill-0": PREFILL, "decode-0": other}, records)
     assert (found.kind, found.missing) == ("eager", (key_of(other),))
@@ -88,12 +87,12 @@ def test_all_workers_of_a_model_wait_for_the_code_of_each(
 
 def test_code_that_is_gone_or_cut_off_is_made_again(records: CodeRecords, tmp_path: Path) -> None:
     record = made(tmp_path)
-    records.write(KEY, record)
+    records.write(key_of(PREFILL), record)
     (file,) = record.files
     os.truncate(file, 3)
-    assert of(records).missing == (KEY,)
+    assert of(records).missing == (key_of(PREFILL),)
     Path(file).unlink()
-    assert of(records).missing == (KEY,)
+    assert of(records).missing == (key_of(PREFILL),)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def test_what_is_not_tested_compiled_stays_eager(
 def test_a_model_that_was_refused_or_has_no_compiler_stays_eager(
     records: CodeRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records.write(KEY, Record(refused="models with experts run eagerly"))
+    records.write(key_of(PREFILL), Record(refused="models with experts run eagerly"))
     found = of(records)
     assert (found.kind, found.missing) == ("eager", ())
     assert "models with experts" in found.text
@@ -158,7 +157,7 @@ def test_a_code_is_of_one_model_machine_and_settings(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     copy = replace(PREFILL, model=str(tmp_path))
     keys = {
-        KEY,
+        key_of(PREFILL),
         key_of(copy),
         key_of(replace(PREFILL, cores=(0, 1))),
         key_of(replace(PREFILL, role=Role.AGGREGATED)),
@@ -175,7 +174,7 @@ def test_a_code_is_of_one_model_machine_and_settings(
     monkeypatch.undo()
     assert len(keys) == 9
     same = replace(DECODE, worker_id="decode-0", host="localhost", revision="r")
-    assert key_of(same) == KEY
+    assert key_of(same) == key_of(PREFILL)
 
 
 def test_the_oldest_codes_are_removed(
@@ -255,7 +254,7 @@ async def test_code_is_recorded_once_it_was_loaded(records: CodeRecords, tmp_pat
     spare = Spare(0, ready={"files": record.files})
     assert await make(spare, records, tmp_path) == "m: compiled code is made"
     assert spare.asked == spare.ended == ["make", "check"]
-    assert records.look(KEY) == record
+    assert records.look(key_of(PREFILL)) == record
 
 
 @pytest.mark.parametrize(("code", "is_recorded"), [(1, False), (-9, False), (BAD_CONFIG, True)])
@@ -264,7 +263,9 @@ async def test_a_failure_is_told_and_a_refusal_recorded(
 ) -> None:
     told = await make(Spare(code, failed="the reason"), records, tmp_path)
     assert told == "m: compiled code is not made: the reason"
-    assert records.look(KEY) == (Record(refused="the reason") if is_recorded else Record())
+    assert records.look(key_of(PREFILL)) == (
+        Record(refused="the reason") if is_recorded else Record()
+    )
 
 
 async def test_no_code_is_made_without_memory(
@@ -305,7 +306,7 @@ def starting(records: CodeRecords, tmp_path: Path) -> Any:
 def test_all_workers_start_eagerly_if_one_cannot_load_its_code(
     records: CodeRecords, tmp_path: Path
 ) -> None:
-    records.write(KEY, made(tmp_path))
+    records.write(key_of(PREFILL), made(tmp_path))
     supervisor = starting(records, tmp_path)
     failed, other = supervisor._children.values()
     failed.failure = "no such kernel"
@@ -313,15 +314,15 @@ def test_all_workers_start_eagerly_if_one_cannot_load_its_code(
     assert supervisor._runs_eagerly(failed, FAILED)
     assert {x.compilation for x in supervisor._plan.workers.values()} == {"eager"}
     assert (other.begins_anew, other.facts) == (True, {})
-    assert records.look(KEY) == Record()
-    assert supervisor._plan.codes[0].missing == (KEY,)
+    assert records.look(key_of(PREFILL)) == Record()
+    assert supervisor._plan.codes[0].missing == (key_of(PREFILL),)
     # It started eagerly, so the next failure has another reason.
     assert not supervisor._runs_eagerly(failed, FAILED)
 
 
 @pytest.mark.parametrize("has", ["bad configuration", "served"])
 def test_other_failures_change_no_kind(records: CodeRecords, tmp_path: Path, has: str) -> None:
-    records.write(KEY, made(tmp_path))
+    records.write(key_of(PREFILL), made(tmp_path))
     supervisor = starting(records, tmp_path)
     supervisor._is_serving = has == "served"
     code = BAD_CONFIG if has == "bad configuration" else FAILED
