@@ -250,7 +250,7 @@ class StreamDelta(Struct):
     stream also has the number of output tokens (`exported_tokens`). A pooling request has a single
     delta, with the `embedding` (float32, little-endian). `routed_experts`, if requested,
     are those of the token before each of `token_ids`, and with the first token of an answer those
-    of its whole prompt."""
+    of its whole prompt. A delta with `weights_switch` has nothing else."""
 
     stream_id: int
     token_ids: tuple[int, ...] = ()
@@ -264,6 +264,7 @@ class StreamDelta(Struct):
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     embedding: bytes = b""
     routed_experts: RoutedExperts | None = None
+    weights_switch: WeightsSwitch | None = None
 
 
 class ToolCallDelta(Struct, frozen=True):
@@ -288,13 +289,15 @@ class Usage(Struct):
 
 class TokenSpan(Struct, frozen=True):
     """The tokens of an answer from `start` to before `end` were sampled by `worker` with the
-    weights `version`. `answer`: its index among the answers of the request."""
+    weights `version`. `answer`: its index among the answers of the request. `stale_kv_tokens`:
+    positions of prompt and answer that these tokens attended to, with KV of older weights."""
 
     version: str
     worker: str
     start: int
     end: int
     answer: int = 0
+    stale_kv_tokens: int = 0
 
 
 class ModelChoice(Struct, frozen=True):
@@ -323,7 +326,8 @@ class Receipt(Struct):
     `fetched_images`: number of images whose embeddings `encode_worker` sent; encoding took
     `encode_s`. `regions`: the labels of all workers that had data of the request. `forwarded_to`:
     the other region that served it, or "". `spans`: who sampled the answer's tokens, if the weights
-    of its model have been updated.
+    of its model have been updated. `stale_kv_tokens`: the most of an answer's spans; of several
+    answers the sum.
     `model_choice`: of a request for a virtual model; `cost` is of the model that answered.
     """
 
@@ -356,6 +360,7 @@ class Receipt(Struct):
     forwarded_to: str = ""
     spans: tuple[TokenSpan, ...] = ()
     model_choice: ModelChoice | None = None
+    stale_kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +391,11 @@ class QuiesceMode(StrEnum):
 
 class StaleKv(StrEnum):
     """What happens to an answer with tokens of older weights. RECOMPUTE: it continues with the new
-    weights, its prompt and tokens computed again. ABORT: it ends with the tokens that it has."""
+    weights, its prompt and tokens computed again. ALLOW: it continues with the KV that it has, and
+    is computed again where that is lost. ABORT: it ends with the tokens that it has."""
 
     RECOMPUTE = "recompute"
+    ALLOW = "allow"
     ABORT = "abort"
 
 
@@ -412,6 +419,15 @@ class ModelWeights:
         """Prefix of the cache salt of requests, so that KV of other weights is never found. A
         client's salt has no NUL character, and a region's name is not empty."""
         return f"\0{self.sequence} {self.version} {self.digest}\0" if self.sequence else ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSwitch:
+    """Later tokens of a stream are sampled with `weights`. The KV of its first `stale_kv_tokens`
+    positions, of prompt and answer, is of older ones."""
+
+    weights: ModelWeights
+    stale_kv_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -678,7 +694,11 @@ class KvLedger:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.pinned_blocks or self.transfers or self.engine_requests)
+        return self.has_only(0)
+
+    def has_only(self, requests: int) -> bool:
+        """Return True if there are no transfers, and at most so many requests in the engine."""
+        return not (self.pinned_blocks or self.transfers or self.engine_requests > requests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,10 +205,13 @@ _REPORT = _codec(
 )
 _report_from_pb = _REPORT[1]
 experts_to_pb, experts_from_pb = _EXPERTS = _codec(t.RoutedExperts, c.RoutedExperts)
+weights_to_pb, weights_from_pb = _WEIGHTS = _codec(t.ModelWeights, w.ModelWeights)
+_, _switch_from_pb = _SWITCH = _codec(t.WeightsSwitch, w.WeightsSwitch, weights=_WEIGHTS)
 delta_to_pb = _codec(
     t.StreamDelta,
     w.StreamDelta,
     routed_experts=_EXPERTS,
+    weights_switch=_SWITCH,
     token_ids=_TUPLE,
     logprobs=(logprobs_to_pb, logprobs_from_pb),
     prompt_logprobs=(logprobs_to_pb, logprobs_from_pb),
@@ -218,7 +221,6 @@ delta_to_pb = _codec(
     error=_ERROR,
 )[0]
 adapter_to_pb, adapter_from_pb = _codec(t.Adapter, w.Adapter)
-weights_to_pb, weights_from_pb = _codec(t.ModelWeights, w.ModelWeights)
 _ledger_to_pb, ledger_from_pb = _codec(t.KvLedger, w.KvLedger)
 _MOMENTS = _codec(Moments, w.Moments, sums=_TUPLE)
 moments_to_pb, _moments_from_pb = _codec(
@@ -273,6 +275,8 @@ def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
         if message.HasField("error"):
             delta.error = error_from_pb(message.error)
         delta.exported_tokens, delta.embedding = message.exported_tokens, message.embedding
+    if message.HasField("weights_switch"):
+        delta.weights_switch = _switch_from_pb(message.weights_switch)
     return delta
 
 

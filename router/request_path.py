@@ -14,6 +14,7 @@ from pdserve.background import background
 from pdserve.observe.telemetry import open_tracing
 from pdserve.process.child_pool import execute, start_module
 from pdserve.process.entry_points import PROCESSES, entry_point
+from pdserve.types import StaleKv
 from router.admission import AdmissionController, Tenants
 from router.admission.memory import MediaMemory
 from router.attempt import specs
@@ -184,7 +185,7 @@ def _build_answering(
         links,
         observer,
         failover,
-        RecoveryLimits(config.queue, config.retry, stale_kv=config.weights.stale_kv),
+        RecoveryLimits(config.queue, config.retry, stale_kv=StaleKv(config.weights.stale_kv)),
         specs.generation,
         PrefixFetcher(fleet, links, observer, placing.costs, metrics),
         Mover(placer, failover, limits.export_timeout_s),

@@ -29,7 +29,10 @@ tests/unit/workers/test_fake_engine.py tests these promises on the fake engine, 
     with the reason if that fails. Its steps count for predictions, and leave no other trace.
 10. An encode engine computes no tokens. The stream of an `EncodePhase` ends with finish reason
     `stop` and a report when all embeddings are on offer, or with an error.
-11. `close` ends all streams and returns when no thread or process of the engine is left.
+11. After `freeze` the engine computes nothing until `thaw`, and a stream that it has kept continues
+    then, also if the weights were changed meanwhile. Its KV of before stays as it is; nobody finds
+    blocks that it caches later, no tier stores them, and it is not exported.
+12. `close` ends all streams and returns when no thread or process of the engine is left.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from pdserve.errors import ContextLengthExceeded, InvalidRequest, TransferFailed
 from pdserve.types import ErrorInfo, FinishReason, StreamDelta
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from kv_transfer.image_features import ImageFeatureSource
     from kv_transfer.protocol.snapshot import KvState
@@ -299,9 +302,20 @@ class Engine(Protocol):
         """Free weights that were loaded in advance. Idempotent."""
         ...
 
-    async def update_weights(self, files: WeightFiles) -> None:
-        """Load weights, and forget all cached KV. There are no requests in the engine. After an
-        error its weights are unknown."""
+    async def freeze(self, stream_ids: Collection[int]) -> frozenset[int]:
+        """Compute nothing until `thaw`. Return those of these streams that decode here, and can
+        therefore keep their KV if the weights change: none if the engine cannot do that. Returns
+        after the results of all steps have been put."""
+        ...
+
+    def thaw(self) -> None:
+        """Compute again. Idempotent."""
+        ...
+
+    async def update_weights(self, files: WeightFiles) -> Mapping[int, int]:
+        """Load weights, and forget all cached KV. The engine has no streams but those that it keeps
+        since `freeze`: return the number of positions of each whose KV is computed. After an error
+        the weights are unknown."""
         ...
 
     async def close(self) -> None:

@@ -25,19 +25,20 @@ from pdserve.errors import (
     Unavailable,
     WeightsChanging,
 )
+from pdserve.types import StreamDelta, WeightsSwitch
 from pdserve.v1 import worker_pb2 as w
 from workers.cache.updates import CachedBlocks, change_to_pb
 from workers.control.loaded_adapters import LoadedAdapters
 from workers.control.worker_intake import work_from_pb
-from workers.engine import PrefillPhase, ended_by
+from workers.engine import PrefillPhase, StepResult, ended_by
 from workers.metering.worker_account import WorkerAccount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from kv_transfer.protocol.snapshot import KvState
     from pdserve.observe.telemetry import Span, Tracing
-    from pdserve.types import KvLedger, StreamDelta, WorkerLoad
+    from pdserve.types import KvLedger, ModelWeights, WorkerLoad
     from workers.control.worker_intake import WorkerIntake
     from workers.engine import CacheChange, Engine, EngineInfo, Work
     from workers.link.router_link import RouterLink
@@ -64,6 +65,7 @@ class _Stream:
     is_probe: bool
     span: Span | None
     adapter: str
+    keeps_kv: bool
 
 
 class WorkerService:
@@ -184,8 +186,9 @@ class WorkerService:
             return
         span = _begin_span(self._tracing, submit, work)
         is_prefill = isinstance(work.phase, PrefillPhase)
-        stream = _Stream(link, submit.stream_id, is_prefill, submit.probe, span, work.adapter)
-        self._streams[stream_id] = stream
+        self._streams[stream_id] = _Stream(
+            link, submit.stream_id, is_prefill, submit.probe, span, work.adapter, submit.keeps_kv
+        )
         link.streams.add(stream_id)
         if work.adapter:
             self.adapters.acquire(work.adapter)
@@ -308,11 +311,25 @@ class WorkerService:
             self.adapters.release(stream.adapter)
         stream.link.streams.discard(stream_id)
 
-    def abandon(self, error: PdserveError) -> None:
-        """End every open stream with `error`, and release the blocks of ended prefills."""
-        for stream in list(self._streams.values()):
-            self._refuse(stream.link, stream.router_stream_id, error)
+    def abandon(self, error: PdserveError, kept: Collection[int] = ()) -> None:
+        """End every open stream but those `kept` with `error`, and release the blocks of ended
+        prefills."""
+        for stream_id, stream in list(self._streams.items()):
+            if stream_id not in kept:
+                self._refuse(stream.link, stream.router_stream_id, error)
         self.release_held()
+
+    def keeping(self) -> list[int]:
+        """Return the open streams that keep their KV if the weights change."""
+        return [stream_id for stream_id, x in self._streams.items() if x.keeps_kv]
+
+    def switched(self, weights: ModelWeights, computed: Mapping[int, int]) -> None:
+        """Report the new weights to the streams that continue with them. `computed`: the positions
+        of each with KV of older ones. In order with the tokens sampled before."""
+        deltas = [
+            StreamDelta(x, weights_switch=WeightsSwitch(weights, n)) for x, n in computed.items()
+        ]
+        self._engine.results.put(StepResult(deltas))
 
     def release_held(self) -> None:
         """Release the blocks of ended prefills. Consumers that have not fetched them fail."""

@@ -325,6 +325,12 @@ def tier_token_s(connector: Any) -> float:
     return float(getattr(last, "token_s", 0.0))
 
 
+def keep_out_of_tiers(connector: Any, request_id: str) -> None:
+    """Store no more blocks of the request in tiers, if there are any."""
+    for each in getattr(connector, "sub_connectors", [])[1:]:
+        each.stop_storing(request_id)
+
+
 def snapshot_in(_worker: Any) -> KvSnapshot:
     """For `Executor.collective_rpc`: return the KV plane's state in the process that runs this."""
     snapshot: KvSnapshot = first_of(get_kv_transfer_group()).snapshot()

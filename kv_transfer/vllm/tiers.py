@@ -120,6 +120,11 @@ class TierConnector(OffloadingConnector):
             chunks = manager.primary_tier._num_chunks // (2 * len(state.group_states))
             state.max_load_tokens = chunks * state.config.kv_group_configs[0].tokens_per_chunk
 
+    def stop_storing(self, request_id: str) -> None:
+        """Store no more blocks of a request that runs."""
+        if (state := self.scheduler._req_status.get(request_id)) is not None:
+            state.max_offload_tokens = 0
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:

@@ -133,13 +133,14 @@ class WeightsConfig(Section, frozen=True):
     mode: Annotated[
         Literal["wait", "abort", "keep"],
         about("""What happens to open answers: `wait` until they end, `abort` them with the tokens
-        that they have, or `keep` them: they continue with the new weights, computed again."""),
+        that they have, or `keep` them: they continue with the new weights, as `stale_kv` says."""),
     ] = "wait"
     stale_kv: Annotated[
-        Literal["recompute", "abort"],
+        Literal["recompute", "allow", "abort"],
         about("""What happens to an answer that has tokens of older weights, with `keep` or after a
         failure, if its request does not say: `recompute` continues it with the new weights, its
-        prompt and tokens computed again; `abort` ends it with the tokens that it has."""),
+        prompt and tokens computed again; `allow` continues it with the KV that it has, of the old
+        weights; `abort` ends it with the tokens that it has."""),
     ] = "recompute"
     timeout_s: Annotated[
         Amount, about("Seconds for open answers to end with `wait`; then nothing is updated.")

@@ -163,7 +163,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "transfer_bytes", "transfer_blocks", "prefill_worker", "decode_worker", "transport", "cached_tokens", "first_token_source", "fallbacks", "predicted_ttft_s", "cost", "energy_j", "images", "render_s", "fetched_tokens", "fetched_blocks", "fetched_from", "fetch_s", "fetched_images", "encode_worker", "encode_s", "regions", "forwarded_to", "spans", "model_choice")
+    __slots__ = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s", "transfer_bytes", "transfer_blocks", "prefill_worker", "decode_worker", "transport", "cached_tokens", "first_token_source", "fallbacks", "predicted_ttft_s", "cost", "energy_j", "images", "render_s", "fetched_tokens", "fetched_blocks", "fetched_from", "fetch_s", "fetched_images", "encode_worker", "encode_s", "regions", "forwarded_to", "spans", "model_choice", "stale_kv_tokens")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class Receipt(_message.Message):
     FORWARDED_TO_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     MODEL_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    STALE_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     transfer_s: float
@@ -222,21 +223,24 @@ class Receipt(_message.Message):
     forwarded_to: str
     spans: _containers.RepeatedCompositeFieldContainer[TokenSpan]
     model_choice: ModelChoice
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., first_token_source: _Optional[str] = ..., fallbacks: _Optional[_Iterable[str]] = ..., predicted_ttft_s: _Optional[float] = ..., cost: _Optional[float] = ..., energy_j: _Optional[float] = ..., images: _Optional[int] = ..., render_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_from: _Optional[str] = ..., fetch_s: _Optional[float] = ..., fetched_images: _Optional[int] = ..., encode_worker: _Optional[str] = ..., encode_s: _Optional[float] = ..., regions: _Optional[_Iterable[str]] = ..., forwarded_to: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[TokenSpan, _Mapping]]] = ..., model_choice: _Optional[_Union[ModelChoice, _Mapping]] = ...) -> None: ...
+    stale_kv_tokens: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., exposed_transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., transport: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., first_token_source: _Optional[str] = ..., fallbacks: _Optional[_Iterable[str]] = ..., predicted_ttft_s: _Optional[float] = ..., cost: _Optional[float] = ..., energy_j: _Optional[float] = ..., images: _Optional[int] = ..., render_s: _Optional[float] = ..., fetched_tokens: _Optional[int] = ..., fetched_blocks: _Optional[int] = ..., fetched_from: _Optional[str] = ..., fetch_s: _Optional[float] = ..., fetched_images: _Optional[int] = ..., encode_worker: _Optional[str] = ..., encode_s: _Optional[float] = ..., regions: _Optional[_Iterable[str]] = ..., forwarded_to: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[TokenSpan, _Mapping]]] = ..., model_choice: _Optional[_Union[ModelChoice, _Mapping]] = ..., stale_kv_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenSpan(_message.Message):
-    __slots__ = ("version", "worker", "start", "end", "answer")
+    __slots__ = ("version", "worker", "start", "end", "answer", "stale_kv_tokens")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    STALE_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     version: str
     worker: str
     start: int
     end: int
     answer: int
-    def __init__(self, version: _Optional[str] = ..., worker: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., answer: _Optional[int] = ...) -> None: ...
+    stale_kv_tokens: int
+    def __init__(self, version: _Optional[str] = ..., worker: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., answer: _Optional[int] = ..., stale_kv_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelChoice(_message.Message):
     __slots__ = ("virtual_model", "model", "rule", "skipped", "discarded_model", "discarded_reason", "discarded_tokens", "discarded_cost", "discarded_cost_is_predicted")

@@ -680,7 +680,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s", "weights_sequence", "weights_digest", "no_tiers", "scored_from")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "pooling", "encode", "probe", "traceparent", "adapter", "cache_salt", "reasoning_gate", "media", "next_turn_s", "weights_sequence", "weights_digest", "no_tiers", "scored_from", "keeps_kv")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -702,6 +702,7 @@ class Submit(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NO_TIERS_FIELD_NUMBER: _ClassVar[int]
     SCORED_FROM_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_KV_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -723,7 +724,8 @@ class Submit(_message.Message):
     weights_digest: str
     no_tiers: bool
     scored_from: int
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ..., weights_sequence: _Optional[int] = ..., weights_digest: _Optional[str] = ..., no_tiers: _Optional[bool] = ..., scored_from: _Optional[int] = ...) -> None: ...
+    keeps_kv: bool
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., pooling: _Optional[_Union[PoolingPhase, _Mapping]] = ..., encode: _Optional[_Union[EncodePhase, _Mapping]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., reasoning_gate: _Optional[_Union[ReasoningGate, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., next_turn_s: _Optional[float] = ..., weights_sequence: _Optional[int] = ..., weights_digest: _Optional[str] = ..., no_tiers: _Optional[bool] = ..., scored_from: _Optional[int] = ..., keeps_kv: _Optional[bool] = ...) -> None: ...
 
 class ReasoningGate(_message.Message):
     __slots__ = ("parser", "kwargs_json")
@@ -868,7 +870,7 @@ class PlainTokens(_message.Message):
     def __init__(self, stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StreamDelta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error", "exported_tokens", "prompt_logprobs", "embedding", "routed_experts")
+    __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error", "exported_tokens", "prompt_logprobs", "embedding", "routed_experts", "weights_switch")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -881,6 +883,7 @@ class StreamDelta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_SWITCH_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -893,7 +896,16 @@ class StreamDelta(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     embedding: bytes
     routed_experts: _common_pb2.RoutedExperts
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., exported_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ..., routed_experts: _Optional[_Union[_common_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
+    weights_switch: WeightsSwitch
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., exported_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ..., routed_experts: _Optional[_Union[_common_pb2.RoutedExperts, _Mapping]] = ..., weights_switch: _Optional[_Union[WeightsSwitch, _Mapping]] = ...) -> None: ...
+
+class WeightsSwitch(_message.Message):
+    __slots__ = ("weights", "stale_kv_tokens")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    STALE_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    weights: ModelWeights
+    stale_kv_tokens: int
+    def __init__(self, weights: _Optional[_Union[ModelWeights, _Mapping]] = ..., stale_kv_tokens: _Optional[int] = ...) -> None: ...
 
 class PhaseReport(_message.Message):
     __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer", "prefill_busy_s", "decode_busy_s", "energy_j", "encode_s", "fetched_images", "wanted_images")

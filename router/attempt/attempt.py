@@ -87,7 +87,7 @@ class Attempt:
         )
         self._weights: ModelWeights | None = None
         if previous is not None:
-            self._streams[Side.PREVIOUS], self._weights = previous, previous.weights
+            self._streams[Side.PREVIOUS], self._weights = previous, previous.newest
 
     async def run(self) -> Finished | Failed | Moved:
         """Send the request and wait until the attempt ends, at the latest at the request's
@@ -253,6 +253,9 @@ class Attempt:
             if self._end.done():
                 return
             match action:
+                case StreamDelta(weights_switch=switch) if switch is not None:
+                    stream = self._streams[Side.DECODE]  # no other outlives a change of weights
+                    stream.switches += ((len(self._answer.tokens), switch),)
                 case StreamDelta():
                     self._note_first_token(action)
                     self._answer.tokens += action.token_ids

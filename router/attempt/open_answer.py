@@ -56,7 +56,7 @@ class OpenAnswer:
         router."""
         if len(self.answer.tokens) <= len(self.request.resume):
             return None
-        return next((x.weights for x in reversed(self.answer.streams) if x.weights), None)
+        return next((x.newest for x in reversed(self.answer.streams) if x.newest), None)
 
     def last_delta(self, end: Finished) -> AnswerDelta:
         """Record the end of the answer, and return its last delta."""
@@ -103,7 +103,9 @@ def open_answers(
 ) -> list[OpenAnswer]:
     """Return the answers of a request: one, or several with parallel sampling. The first one sets
     `kv_worker` of all to the worker that holds the prompt's KV."""
-    opened, sampling = [], request.sampling
+    opened, sampling, stale_kv = [], request.sampling, request.stale_kv or limits.stale_kv
+    if stale_kv is not request.stale_kv:
+        request = structs.replace(request, stale_kv=stale_kv)
     for index in range(sampling.n):
         own, kv_worker = request, None
         if sampling.n > 1:
@@ -117,7 +119,7 @@ def open_answers(
             resumed=len(request.resume),
             deadline=request.deadline,
             wanted=demand.wanted,
-            stale_kv=request.stale_kv,
+            stale_kv=stale_kv,
         )
         answer.retries = recovery.retries
         opened.append(OpenAnswer(own, demand, answer, suspicion, recovery))

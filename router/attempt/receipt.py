@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from pdserve.types import Receipt, Role, TokenSpan, TransferReport
+from pdserve.types import Receipt, Role, TokenSpan, TransferReport, WeightsSwitch
 from router.attempt.handoff import Side
 from router.fleet.billing import sum_known
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve.types import ModelWeights
     from router.attempt.streams import Answer, WorkerStream
     from router.fleet.billing import UsageCharge
 
@@ -73,6 +74,7 @@ def receipt_of(answer: Answer, charge: UsageCharge, *, admission_s: float) -> Re
     labels = {x.member.info.topology.get("region") for x in (*answer.copies, *answer.streams)}
     receipt.regions = tuple(sorted(filter(None, labels)))
     receipt.spans = _spans(answer)
+    receipt.stale_kv_tokens = max((x.stale_kv_tokens for x in receipt.spans), default=0)
     return receipt
 
 
@@ -96,13 +98,26 @@ def _spans(answer: Answer) -> tuple[TokenSpan, ...]:
     """Return who sampled the tokens of an answer. Empty while all workers have their first
     weights, for which nobody asks."""
     streams = [x for x in answer.streams if x.side is not Side.ENCODE]
-    if not any(x.weights and x.weights.sequence for x in streams):
+    if not any(x.newest and x.newest.sequence for x in streams):
         return ()
     return tuple(
-        TokenSpan(x.weights.version or "default", x.worker_id, start, end, answer.index)
+        TokenSpan(weights.version or "default", x.worker_id, first, last, answer.index, stale)
         for x, start, end in sampled_by(answer.streams, len(answer.tokens))
-        if x.weights is not None
+        for weights, stale, first, last in _pieces(x, start, end)
     )
+
+
+def _pieces(stream: WorkerStream, start: int, end: int) -> list[tuple[ModelWeights, int, int, int]]:
+    """Return the weights that sampled the tokens of a stream from `start` to before `end`, and the
+    positions with KV of older ones: (weights, positions, first token, end), in order."""
+    assert stream.weights is not None, "sampled_by leaves out what was not sent"
+    first = start, WeightsSwitch(stream.weights, 0)
+    found = list[tuple["ModelWeights", int, int, int]]()
+    for at, switch in reversed((first, *stream.switches)):
+        if at < end:
+            found.append((switch.weights, switch.stale_kv_tokens, max(at, start), end))
+            end = at
+    return found[::-1]
 
 
 def fill_in(receipt: Receipt, answer: Answer, admitted: float, now: float) -> None:
@@ -135,6 +150,7 @@ def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:
         fetch_s=max(x.fetch_s for x in receipts),
         regions=tuple(sorted({name for x in receipts for name in x.regions})),
         spans=tuple(span for x in receipts for span in x.spans),
+        stale_kv_tokens=sum(x.stale_kv_tokens for x in receipts),
         cost=sum_known(x.cost for x in receipts),
         energy_j=sum_known(x.energy_j for x in receipts),
     )

@@ -196,7 +196,7 @@ class RecoveryLimits(NamedTuple):
     retry: RetryConfig
     steps: tuple[RetryStep, ...] = GENERATE_STEPS
     max_retries: int = 16
-    stale_kv: str = StaleKv.RECOMPUTE
+    stale_kv: StaleKv = StaleKv.RECOMPUTE
 
 
 class Recovery:
@@ -216,11 +216,11 @@ class Recovery:
         resumed: int = 0,
         deadline: float | None = None,
         wanted: str = "",
-        stale_kv: StaleKv | None = None,
+        stale_kv: StaleKv = StaleKv.RECOMPUTE,
     ) -> None:
         """`suspicion`: the deaths under the request, shared by its answers. `resumed`: tokens that
         the client had before. `deadline`: loop time. `wanted`: model and adapter, for messages."""
-        self._ends_with_weights = (stale_kv or limits.stale_kv) == StaleKv.ABORT
+        self._ends_with_weights = stale_kv is StaleKv.ABORT
         self._limits, self._suspicion = limits, suspicion
         self._max_tokens, self._wanted = max_tokens, wanted
         self._deadline = math.inf if deadline is None else deadline

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, structs
 
 from pdserve import wire
-from pdserve.types import Role
+from pdserve.types import Role, StaleKv
 from pdserve.v1 import worker_pb2 as w
 from router.attempt.handoff import Side
 
@@ -152,6 +152,7 @@ def complete(submit: w.Submit, request: GenerateRequest, inputs: SubmitInputs) -
     submit.traceparent = request.traceparent
     submit.adapter = request.adapter_key
     submit.cache_salt = request.cache_salt
+    submit.keeps_kv = request.stale_kv is StaleKv.ALLOW
     if (gate := request.reasoning_gate) is not None:
         submit.reasoning_gate.parser = gate.parser
         submit.reasoning_gate.kwargs_json = gate.kwargs_json

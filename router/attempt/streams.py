@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
-    from pdserve.types import FinishReason, ModelWeights, PhaseReport, Role
+    from pdserve.types import FinishReason, ModelWeights, PhaseReport, Role, WeightsSwitch
     from router.attempt.answer import Out
     from router.attempt.handoff import Side
     from router.attempt.placer import Charge, Reservation
@@ -26,6 +26,7 @@ class WorkerStream(Struct, eq=False):
     connection, None if nothing was sent. `died`: the worker or its engine died with the request in
     flight; `engine_died`: the worker reported that its engine died. `from_token`: length of the
     answer when its attempt began. `weights`: those of the worker when the request was sent.
+    `switches`: its later weights, each with the length of the answer before it.
     """
 
     side: Side
@@ -41,6 +42,12 @@ class WorkerStream(Struct, eq=False):
     engine_died: bool = False
     from_token: int = 0
     weights: ModelWeights | None = None
+    switches: tuple[tuple[int, WeightsSwitch], ...] = ()
+
+    @property
+    def newest(self) -> ModelWeights | None:
+        """The weights that sample its next token."""
+        return self.switches[-1][1].weights if self.switches else self.weights
 
     @property
     def worker_id(self) -> str:

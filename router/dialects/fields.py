@@ -329,15 +329,14 @@ StaleKvValue = Annotated[
     str | None,
     Meta(
         description="What happens to the answer if the weights change: `recompute` continues it "
-        "with the new ones, `abort` ends it. Default: router.weights.stale_kv."
+        "with the new ones and computes its KV again, `allow` keeps its KV, `abort` ends it. "
+        "Default: router.weights.stale_kv."
     ),
 ]
 
 
 def stale_kv_of(value: str) -> StaleKv | None:
-    """Return the value of the field. Raises UnsupportedField or InvalidRequest."""
-    if value == "allow":
-        raise not_supported("stale_kv", "KV of former weights is never used, so not allow")
+    """Return the value of the field. Raises InvalidRequest."""
     if value not in {"", *StaleKv}:
         raise InvalidRequest(f"'stale_kv' must be one of {', '.join(StaleKv)}", field="stale_kv")
     return StaleKv(value) if value else None

@@ -153,12 +153,14 @@ class LogprobsBody(Struct):
 
 
 class VersionSpan(Struct):
-    """Tokens from `start` to before `end` were sampled with the weights `version`, by `worker`."""
+    """Tokens from `start` to before `end` were sampled with the weights `version`, by `worker`.
+    `stale_kv_tokens`: positions that they attended to, with KV of older weights."""
 
     version: str
     start: int
     end: int
     worker: str | UnsetType = UNSET
+    stale_kv_tokens: int = 0
 
 
 class TokenChoice(Struct, kw_only=True):
@@ -169,6 +171,7 @@ class TokenChoice(Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     weight_versions: list[VersionSpan] | None = None
+    stale_kv_tokens: int | None = None
     routed_experts: str | UnsetType = UNSET
 
 
@@ -214,11 +217,17 @@ class TokenWriter:
             return b""
         choice = self._choice(delta)
         choice.weight_versions = whole.weight_versions
+        choice.stale_kv_tokens = whole.stale_kv_tokens
         if delta.finish_reason is not None:
             choice.routed_experts = whole.routed_experts
         # The versions of all answers are known with the receipt, in the very last delta.
         others = [
-            TokenChoice(index=x.index, token_ids=[], weight_versions=x.weight_versions)
+            TokenChoice(
+                index=x.index,
+                token_ids=[],
+                weight_versions=x.weight_versions,
+                stale_kv_tokens=x.stale_kv_tokens,
+            )
             for x in self._choices.values()
             if delta.receipt is not None and x.index != delta.index
         ]
@@ -273,8 +282,9 @@ class TokenWriter:
         for choice in self._choices.values():
             found = [x for x in spans if x.answer == choice.index]
             choice.weight_versions = [
-                VersionSpan(x.version, x.start, x.end, x.worker) for x in found
+                VersionSpan(x.version, x.start, x.end, x.worker, x.stale_kv_tokens) for x in found
             ] or [VersionSpan("default", 0, len(choice.token_ids))]
+            choice.stale_kv_tokens = max(x.stale_kv_tokens for x in choice.weight_versions)
 
     def _response(self, choices: list[TokenChoice], delta: AnswerDelta) -> TokenResponse:
         form = self._form

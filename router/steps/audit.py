@@ -206,8 +206,9 @@ def why_not(request: GenerateRequest, answer: Answer, max_tokens: int) -> str:
         return "media"
     if computed <= 0 or len(request.prompt_token_ids) + len(answer.tokens) > max_tokens:
         return "length"
-    weights = [x.weights for x in answer.streams if x.side is not Side.ENCODE]
-    return "" if len({x.identity for x in weights if x is not None}) == 1 else "weights"
+    streams = [x for x in answer.streams if x.side is not Side.ENCODE]
+    weights = {y.identity for x in streams for y in (x.weights, x.newest) if y is not None}
+    return "" if len(weights) == 1 else "weights"
 
 
 def audited(

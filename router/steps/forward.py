@@ -262,5 +262,6 @@ def _complete(
     receipt.forwarded_to, receipt.render_s = region, request.render_s
     receipt.regions = tuple(sorted({*receipt.regions, *before.regions, region}))
     receipt.spans = (*before.spans, *receipt.spans)
+    receipt.stale_kv_tokens = max(before.stale_kv_tokens, receipt.stale_kv_tokens)
     receipt.fallbacks = (f"{FORWARDED}:{reason}", *receipt.fallbacks)
     usage.inference_geo = shown_regions(receipt.regions)

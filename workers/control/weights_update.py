@@ -6,7 +6,8 @@
 
 A router performs the stages on all workers (router/control/weights.py). A worker of which nothing
 is heard for `hold_s` resumes by itself, so a router that dies in the middle stops no worker.
-A paused model is quiesced before it is prepared.
+A paused model is quiesced before it is prepared. In the mode "keep", streams that keep their KV
+stay in the engine, which computes nothing from quiesce to resume.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.002  # streams stand meanwhile
 _FIELD = "weights.path"
+_ENDED = "the change has ended: this worker heard nothing in time"
 
 
 @dataclass(slots=True)
@@ -140,6 +142,8 @@ class WeightsUpdater:
             self._hold(change, hold_s + timeout_s)
             try:
                 ended = await self._empty(f"{owner}: {mode}", mode, timeout_s)
+                if self._change is not change:
+                    raise Unavailable(_ENDED)
             except BaseException:
                 await self._end(change)
                 raise
@@ -154,7 +158,7 @@ class WeightsUpdater:
         async with self._turn:
             change = self._change
             if change is None or change.transaction != transaction:
-                raise Unavailable("the change has ended: this worker heard nothing in time")
+                raise Unavailable(_ENDED)
             if change.is_committed:
                 return self._intake.weights
             if change.prepared is None or not change.is_quiesced:
@@ -162,12 +166,13 @@ class WeightsUpdater:
             self._hold(change, None)
             weights, files = change.prepared
             try:
-                await self._engine.update_weights(files)
+                computed = await self._engine.update_weights(files)
             except BaseException as error:
                 logger.exception("the weights could not be loaded")
                 self._service.fail(error)
                 raise
             self._intake.weights, change.is_committed = weights, True
+            self._service.switched(weights, computed)
             self._hold(change, hold_s)
             await self._routers.announce()
             logger.info("this worker has the weights %s", weights.version)
@@ -220,39 +225,51 @@ class WeightsUpdater:
     def _give_up(self, change: _Change) -> None:
         if self._change is change:
             logger.warning("nothing was heard of %s: this worker resumes", change.owner)
-            self._forget()
+            self._serve_again()
             self._routers.renew()
 
     async def _end(self, change: _Change) -> None:
         self._hold(change, None)
-        self._forget()
+        self._serve_again()
         await self._routers.announce()
 
-    def _forget(self) -> None:
+    def _serve_again(self) -> None:
         self._change, self._intake.updating = None, ""
         self._engine.unstage_weights()
+        self._engine.thaw()
 
     async def _empty(self, updating: str, mode: QuiesceMode, timeout_s: float) -> int:
-        """Return when no stream is open and no block is pinned, and the number of streams that were
-        ended."""
+        """Return when no stream is open but those that keep their KV, and no block is pinned, and
+        the number of streams that were ended."""
         intake, service = self._intake, self._service
         intake.updating, intake.is_announcing = updating, True
         try:
             await self._routers.announce()
         finally:
             intake.is_announcing = False
-        open_streams = service.open_streams
+        open_streams, kept = service.open_streams, frozenset[int]()
         if mode is QuiesceMode.KEEP:
-            service.abandon(WeightsChanging("the weights of the worker change"))
+            if keeping := service.keeping():
+                kept = await self._frozen(keeping)
+            service.abandon(WeightsChanging("the weights of the worker change"), kept)
         elif mode is QuiesceMode.ABORT:
             service.abandon(AnswerAborted("the weights of the worker change"))
         elif not await self._comes_true(lambda: not service.open_streams, timeout_s):
             text = f"{service.open_streams} streams are open after {timeout_s:g} s"
             raise Unavailable(text, retry_after_s=timeout_s)
         service.release_held()
-        if not await self._comes_true(lambda: service.ledger().is_empty, UNPIN_S):
+        is_quiet = lambda: service.ledger().has_only(service.open_streams)  # noqa: E731
+        if not await self._comes_true(is_quiet, UNPIN_S):
             raise Unavailable(f"blocks are still pinned: {service.ledger()}")
-        return 0 if mode is QuiesceMode.WAIT else open_streams
+        return 0 if mode is QuiesceMode.WAIT else open_streams - len(kept)
+
+    async def _frozen(self, keeping: Sequence[int]) -> frozenset[int]:
+        """Freeze the engine. Return those of these streams that it keeps. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(UNPIN_S):
+                return await self._engine.freeze(keeping)
+        except TimeoutError:
+            raise Unavailable(f"the engine's step has not ended after {UNPIN_S:g} s") from None
 
     async def _comes_true(self, condition: Callable[[], bool], within_s: float) -> bool:
         with suppress(TimeoutError):

@@ -63,7 +63,7 @@ from workers.fake.settings import FakeSettings, matches
 from workers.metering.worker_account import BusyTime, StepWork
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Collection, Coroutine
 
     from kv_transfer.settings import ConnectorConfig
     from pdserve.model.weight_deltas import WeightFiles
@@ -116,6 +116,8 @@ class FakeEngine:
             self._cache = PrefixCache(info.name, settings.block_size, total, retained)
         self._steps = 0
         self._step_s = 0.0  # of the step under way
+        self._stepping = asyncio.Lock()
+        self._is_frozen = False
         self.busy = BusyTime()
         self.results = StepResults()
         self._is_over = False
@@ -189,8 +191,7 @@ class FakeEngine:
 
     def export(self, stream_id: int, transfer_id: str) -> None:
         sequence = self._running.get(stream_id)
-        is_prefill = sequence is not None and isinstance(sequence.work.phase, PrefillPhase)
-        if sequence is None or sequence.kv is None or is_prefill:
+        if sequence is None or sequence.is_stale or not self._decodes(sequence):
             if stream_id in self._stream_ids:
                 self.cancel(stream_id)
                 self._ended.append(not_exported(stream_id))
@@ -202,6 +203,10 @@ class FakeEngine:
         self._producer.hold(transfer_id, sequence.handoff)
         self._producer.pool.changed.set()
 
+    @staticmethod
+    def _decodes(sequence: Sequence) -> bool:
+        return sequence.kv is not None and isinstance(sequence.work.phase, _GENERATING)
+
     def load(self) -> WorkerLoad:
         total = self._settings.total_blocks
         waits_for_room = bool(self._waiting) and not self.ledger().pinned_blocks
@@ -211,7 +216,7 @@ class FakeEngine:
             kv_cache_usage=(total - self._producer.pool.free) / total,
             free_blocks=self._producer.pool.free,
             progress=self._steps,
-            has_work=bool(self._running) or waits_for_room,
+            has_work=not self._is_frozen and (bool(self._running) or waits_for_room),
             step_allowance_s=4 * self._step_s,
         )
         return load if self._cache is None else self._cache.retained.added_to(load)
@@ -247,13 +252,28 @@ class FakeEngine:
     def unstage_weights(self) -> None:
         self.staged = None
 
-    async def update_weights(self, files: WeightFiles) -> None:
+    async def freeze(self, stream_ids: Collection[int]) -> frozenset[int]:
+        if self._lockstep is not None:
+            return frozenset()
+        async with self._stepping:
+            self._is_frozen = True
+        running = self._running
+        return frozenset(x for x in stream_ids if x in running and self._decodes(running[x]))
+
+    def thaw(self) -> None:
+        self._is_frozen = False
+        self._producer.pool.changed.set()
+
+    async def update_weights(self, files: WeightFiles) -> dict[int, int]:
         self.staged = None
         if self.faults.fail_weights:
             raise WorkerFailed("a scripted fault failed the update")
         self._weights = await self.check_weights(files)
         if self._cache is not None:
             self._cache.clear()
+        for sequence in self._running.values():
+            sequence.weights, sequence.is_stale = self._weights, True
+        return {stream_id: x.context - 1 for stream_id, x in self._running.items()}
 
     async def close(self) -> None:
         self._end(WorkerFailed("the engine was closed"))
@@ -296,7 +316,9 @@ class FakeEngine:
         try:
             while True:
                 self._producer.pool.changed.clear()
-                if self.faults.stalls(self._steps + 1) or not await self._step():
+                async with self._stepping:
+                    is_idle = self.faults.stalls(self._steps + 1) or not await self._step()
+                if is_idle:
                     await self._producer.pool.changed.wait()
         except Exception:
             logger.exception("the fake engine failed")
@@ -304,6 +326,9 @@ class FakeEngine:
 
     async def _step(self) -> bool:
         """Make one step. Return False if there is nothing to do until something happens."""
+        if self._is_frozen:
+            self._report_ended()
+            return False
         if self._lockstep is not None:
             await self._lockstep.between_rounds()
         if self._cache is not None:
@@ -393,7 +418,7 @@ class FakeEngine:
                 return delta
             self._producer.drop(work.phase.transfer_id, "the answer ended at prefill")
         self._producer.pool.free += sequence.blocks
-        if self._cache is not None and delta.error is None:
+        if self._cache is not None and delta.error is None and not sequence.is_stale:
             self._cache.keep(work, sequence.generated[:-1])
             if work.next_turn_s is not None and isinstance(work.phase, _GENERATING):
                 self._cache.retain(work, sequence.generated[:-1], self._now())

@@ -1,8 +1,8 @@
 """The fake engine's model: which token follows, its text, and its logprob.
 
-The "KV" of a sequence is a digest of its tokens. The next token depends on the digest and the seed
-alone, so a decode worker that received no KV, or the KV of another prompt, generates different
-tokens from the first on.
+The "KV" of a sequence is a digest of its tokens, and of the weights that computed each. The next
+token depends on the digest and the seed alone, so a decode worker that received no KV, or the KV of
+another prompt, generates different tokens from the first on.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def kv_of(token_ids: Sequence[int], adapter: str = "", media: Sequence[MediaItem
     return _digest((adapter + hashes).encode() + struct.pack(f"<{len(token_ids)}I", *token_ids))
 
 
-def extend(kv: bytes, token_ids: Iterable[int]) -> bytes:
-    """Return the KV after `token_ids` were generated one by one."""
+def extend(kv: bytes, token_ids: Iterable[int], weights: str = "") -> bytes:
+    """Return the KV after `token_ids` were computed one by one, with `weights`."""
     for token_id in token_ids:
-        kv = _digest(kv + struct.pack("<I", token_id))
+        kv = _digest(kv + struct.pack("<I", token_id) + weights.encode())
     return kv
 
 
@@ -93,7 +93,12 @@ def experts_of(token_ids: Sequence[int]) -> RoutedExperts:
 
 
 def scores_of(
-    kv: bytes, answer: Sequence[int], seed: int | None, vocab_size: int, alternatives: int
+    kv: bytes,
+    answer: Sequence[int],
+    seed: int | None,
+    vocab_size: int,
+    alternatives: int,
+    weights: str = "",
 ) -> tuple[PositionLogprobs, ...]:
     """Return the logprobs of tokens as an answer after `kv`: those of the model's own tokens, or 1
     less for others."""
@@ -104,7 +109,7 @@ def scores_of(
         if token != mine.token_id:
             mine = TokenLogprob(token, text_of(token), mine.logprob - 1.0, 2)
         found.append(PositionLogprobs(mine, best.top))
-        kv = extend(kv, (token,))
+        kv = extend(kv, (token,), weights)
     return tuple(found)
 
 

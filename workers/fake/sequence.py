@@ -37,6 +37,7 @@ class Sequence:
     fetch: asyncio.Task[None] | None = None
     transfer: TransferReport | None = None
     weights: str = ""
+    is_stale: bool = False  # some of `kv` is of older weights than `weights`
 
     def __post_init__(self) -> None:
         self.generated = list(self.work.resume_token_ids)
@@ -71,9 +72,9 @@ class Sequence:
         if is_first := self.kv is None:
             seed = self.work.adapter + self.weights
             kv = model.kv_of(self.work.prompt_token_ids, seed, self.work.media)
-            self.kv = model.extend(kv, self.generated)
+            self.kv = model.extend(kv, self.generated, self.weights)
         else:
-            self.kv = model.extend(self.kv, self.generated[-1:])
+            self.kv = model.extend(self.kv, self.generated[-1:], self.weights)
         if isinstance(self.work.phase, PoolingPhase):
             embedding = model.embedding_of(self.work.prompt_token_ids)
             return self.end(StreamDelta(stream_id, embedding=embedding), FinishReason.STOP, now)
@@ -117,7 +118,8 @@ class Sequence:
             return model.prompt_logprobs_of(work.prompt_token_ids, alternatives)
         prompt, answer = work.prompt_token_ids[:start], work.prompt_token_ids[start:]
         kv = model.kv_of(prompt, work.adapter + self.weights, work.media)
-        return model.scores_of(kv, answer, work.sampling.seed, self.vocab_size, alternatives)
+        seed = work.sampling.seed
+        return model.scores_of(kv, answer, seed, self.vocab_size, alternatives, self.weights)
 
     def end(
         self, last: StreamDelta, reason: FinishReason, now: float, *, goes_on: bool = False

@@ -23,12 +23,13 @@ from workers.vllm.patches.reload import reload_in
 from workers.vllm.patches.staged_weights import StagedWeights, stage_in
 from workers.vllm.ranks.liveness import Liveness
 from workers.vllm.start.self_test import check_computes, measure_steps
+from workers.vllm.step.freeze import forget_prefixes, pause, unpause
 from workers.vllm.step.pooling import pooling_params
 from workers.vllm.step.watch import IdleSteps, Starvation, StepWatch
 from workers.vllm.streams import EngineStreams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from vllm.pooling_params import PoolingParams
 
@@ -103,7 +104,7 @@ class VllmCore:
         deltas += self.streams.end_uncomputable()
         self.load, self._busy.expert_tokens = self._read_load(), expert_tokens()
         # With nothing running, a step only processes transfers.
-        computed = bool(outputs or scheduler.running)
+        computed = bool(outputs or (scheduler.running and not scheduler.pause_state))
         can_start = bool(scheduler.finished_recving_kv_req_ids)
         in_wave = opened.group is not None and opened.group.wave.is_running
         self.is_idle = self._idle.after_step(computed=computed or can_start or in_wave)
@@ -127,21 +128,44 @@ class VllmCore:
         staged: StagedWeights | None = opened.executor.collective_rpc(stage_in, args=(files,))[0]
         return staged
 
-    def update_weights(self, files: WeightFiles, staged: StagedWeights | None) -> None:
-        """Load weights, or take those that are `staged`, and forget all KV. The engine has no
-        requests. Raises RuntimeError, and any error if it cannot take them."""
+    def freeze(self) -> None:
+        """Start no step until `thaw`, but for the ends of requests and transfers. A rank of a
+        data-parallel group goes on: the others cannot compute without it."""
+        if self._opened.group is None:
+            pause(self._opened.view.scheduler)
+            self.steps.freeze()
+
+    def kept(self, stream_ids: Collection[int]) -> frozenset[int] | None:
+        """Return those of these streams that a frozen engine keeps; None while steps are under
+        way."""
+        if self._opened.group is not None:
+            return frozenset()
+        return None if self._opened.core.batch_queue else self.streams.decoding(stream_ids)
+
+    def thaw(self) -> None:
+        """Start steps again. Idempotent."""
+        unpause(self._opened.view.scheduler)
+        self.steps.thaw()
+
+    def update_weights(self, files: WeightFiles, staged: StagedWeights | None) -> dict[int, int]:
+        """Load weights, or take those that are `staged`, and forget all cached KV. The engine has
+        only streams that it keeps: return the number of positions of each whose KV is computed.
+        Raises RuntimeError, and any error if it cannot take the weights."""
         opened = self._opened
         self.steps.pause()
         if staged is not None:
             staged.exchange()
         elif failed := [x for x in opened.executor.collective_rpc(reload_in, args=(files,)) if x]:
             raise RuntimeError(failed[0])
-        if not opened.engine.reset_prefix_cache():
+        if computed := self.streams.grow_stale():
+            forget_prefixes(opened.view.scheduler)
+        elif not opened.engine.reset_prefix_cache():
             raise RuntimeError("blocks of the prefix cache are in use")
         # Also the scheduler's list of the images that are encoded, and the turns of sessions.
         opened.engine.reset_encoder_cache()
         if self._retention is not None:
             self._retention.forget()
+        return computed
 
     def cache_change(self) -> CacheChange | None:
         """Return what changed in the prefix cache since the last call, or None."""

@@ -12,7 +12,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.model.weight_deltas import read_weights
@@ -30,7 +30,7 @@ from workers.vllm.step.kv_view import KvView
 from workers.vllm.step.sleep import StepSleep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kv_transfer.protocol.snapshot import KvState
     from pdserve.model.weight_deltas import WeightFiles
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from workers.vllm.patches.staged_weights import StagedWeights
     from workers.vllm.start.settings import VllmSettings
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _POLL_S = 0.001
 # How often holds are checked while only transfers are pending and progress wakes the thread.
@@ -138,30 +139,39 @@ class VllmEngine:
     def unstage_weights(self) -> None:
         self._staged = None
 
-    async def update_weights(self, files: WeightFiles) -> None:
+    async def freeze(self, stream_ids: Collection[int]) -> frozenset[int]:
+        await self._do(lambda core: core.freeze())
+        # Steps that are under way put their results before the answer that there are none.
+        while (kept := await self._do(lambda core: core.kept(stream_ids))) is None:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        return kept
+
+    def thaw(self) -> None:
+        self._inbox.put(lambda core: core.thaw())
+
+    async def update_weights(self, files: WeightFiles) -> dict[int, int]:
         staged, self._staged = self._staged, None
         if staged is not None and staged.files != files:
             staged = None
-        await self._do(lambda core: core.update_weights(files, staged), _WEIGHTS_TIMEOUT_S)
+        return await self._do(lambda core: core.update_weights(files, staged), _WEIGHTS_TIMEOUT_S)
 
     async def _do(
-        self, action: Callable[[VllmCore], None], timeout_s: float = _ADAPTER_TIMEOUT_S
-    ) -> None:
-        """Run `action` on the step thread, and wait for it. Raises its error, TimeoutError, or
-        Unavailable."""
-        done: Future[None] = Future()
+        self, action: Callable[[VllmCore], T], timeout_s: float = _ADAPTER_TIMEOUT_S
+    ) -> T:
+        """Run `action` on the step thread, and wait for its result. Raises its error, TimeoutError,
+        or Unavailable."""
+        done: Future[T] = Future()
 
         def act(core: VllmCore) -> None:
             try:
-                action(core)
-                done.set_result(None)
+                done.set_result(action(core))
             except Exception as error:  # noqa: BLE001 - raised to the caller
                 done.set_exception(error)
 
         if self._inbox.put(act):
             raise Unavailable("the engine has stopped")
         async with asyncio.timeout(timeout_s):
-            await asyncio.shield(asyncio.wrap_future(done))
+            return await asyncio.shield(asyncio.wrap_future(done))
 
     def load(self) -> WorkerLoad | None:
         if self._core is None:

@@ -39,12 +39,13 @@ from workers.vllm.images import tensors
 from workers.vllm.patches.detokenize import mend_start
 from workers.vllm.patches.reasoning import set_gate
 from workers.vllm.step import sampling
+from workers.vllm.step.freeze import is_decoding, set_apart
 from workers.vllm.step.kv_params import connector_params
 from workers.vllm.step.pooling import pooling_params
 from workers.vllm.step.routed_experts import MAX_BYTES, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from vllm.pooling_params import PoolingParams
     from vllm.sampling_params import SamplingParams
@@ -72,6 +73,7 @@ class _EngineRequest:
     submitted: float
     turn: Any
     transfer: TransferReport | None = None
+    is_stale: bool = False  # some of its KV is of older weights
 
 
 class EngineStreams:
@@ -176,7 +178,7 @@ class EngineStreams:
         if stream is None:
             return []
         request = self._scheduler.requests.get(stream.vllm_id)
-        has_kv = request is not None and self._connector is not None
+        has_kv = request is not None and self._connector is not None and not stream.is_stale
         is_held = has_kv and self._connector.export(request, transfer_id)
         tokens = int(request.num_output_tokens) if is_held else 0
         self.cancel(stream_id)
@@ -205,16 +207,40 @@ class EngineStreams:
         return ended
 
     def end_uncomputable(self) -> list[StreamDelta]:
-        """End preempted streams whose images are not here: the next step would compute them. A step
-        that preempts a request does not start it again."""
-        lacking = [x for x in self._streams.values() if not x.work.has_all_media]
+        """End preempted streams that the next step would compute, and must not: their images are
+        not here, or their KV was of older weights, and routers count it. A step that preempts a
+        request does not start it again."""
+        lacking = [x for x in self._streams.values() if x.is_stale or not x.work.has_all_media]
         ended = []
         for stream in lacking:
             if self._scheduler.requests[stream.vllm_id].status is RequestStatus.PREEMPTED:
                 self.cancel(stream.work.stream_id)
-                error = TransferFailed("the request was preempted, and its images are not here")
+                why = (
+                    "its KV was of older weights" if stream.is_stale else "its images are not here"
+                )
+                error = TransferFailed(f"the request was preempted, and {why}")
                 ended.append(ended_by(stream.work.stream_id, error))
         return ended
+
+    def decoding(self, stream_ids: Collection[int]) -> frozenset[int]:
+        """Return those of these streams that decode, and have no step under way."""
+        requests = self._scheduler.requests
+        found = {x: self._streams[x] for x in stream_ids if x in self._streams}
+        return frozenset(
+            stream_id
+            for stream_id, x in found.items()
+            if not isinstance(x.work.phase, PrefillPhase) and is_decoding(requests.get(x.vllm_id))
+        )
+
+    def grow_stale(self) -> dict[int, int]:
+        """Note that the KV of all streams is of older weights now. Return its positions in each."""
+        computed = {}
+        for stream_id, stream in self._streams.items():
+            request = self._scheduler.requests[stream.vllm_id]
+            computed[stream_id] = int(request.num_computed_tokens)
+            stream.is_stale, stream.turn = True, None  # nobody finds blocks to retain
+            set_apart(self._scheduler, request)
+        return computed
 
     def _end_at_seam(self, stream: _EngineRequest, stopped: str) -> StreamDelta:
         self.cancel(stream.work.stream_id)

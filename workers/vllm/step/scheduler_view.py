@@ -31,8 +31,10 @@ class SchedulerView:
 
     def has_runnable(self) -> bool:
         """Return True if a step could compute something. Requests that wait for KV, a grammar, or
-        blocks that a transfer holds, do not count."""
+        blocks that a transfer holds, do not count, nor any while the scheduler is paused."""
         scheduler = self.scheduler
+        if scheduler.pause_state:
+            return False
         if scheduler.running:
             return True
         waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)

@@ -186,6 +186,14 @@ class StepWatch:
         """Record that the engine starts slow work that is not a step."""
         self._allowance_s = UNKNOWN_S
 
+    def freeze(self) -> None:
+        """Record that the engine computes nothing until `thaw`."""
+        self._has_work = False
+
+    def thaw(self) -> None:
+        """Record that the engine computes again. The next step begins now."""
+        self._ended_at = self._clock()
+
     def end(self, *, computed: bool, has_work: bool) -> None:
         """Record that the engine core has returned. `computed` is False if it only handled
         transfers."""
