@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from pdserve.types import StaleKv
 from router.attempt.answer import AnswerDelta
 from router.attempt.recovery import LIVE_KV, Recovery, RetryStep
 from router.attempt.streams import Answer
@@ -104,8 +105,8 @@ def open_answers(
     """Return the answers of a request: one, or several with parallel sampling. The first one sets
     `kv_worker` of all to the worker that holds the prompt's KV."""
     opened, sampling, stale_kv = [], request.sampling, request.stale_kv or limits.stale_kv
-    if stale_kv is not request.stale_kv:
-        request = structs.replace(request, stale_kv=stale_kv)
+    if stale_kv is StaleKv.ALLOW and request.stale_kv is None:
+        request = structs.replace(request, stale_kv=stale_kv)  # workers must know
     for index in range(sampling.n):
         own, kv_worker = request, None
         if sampling.n > 1:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve.errors import PdserveError
-    from pdserve.types import GenerateRequest, SamplingParams, WorkerInfo
+    from pdserve.types import GenerateRequest, Receipt, SamplingParams, WorkerInfo
     from router.attempt.streams import WorkerStream
     from router.placement.decisions import RecordedDecision
     from router.walk import RequestRecord
@@ -133,7 +133,7 @@ def capsule_of(
         adapter=request.adapter_key,
         service_class=request.service_class.value,
         trace_id=record.trace_id,
-        unlike=_unlike(request),
+        unlike=_unlike(request, record.receipt),
         versions={"pdserve": __version__, "python": platform.python_version()},
         settings=dict(settings or {}),
         workers={name: _worker(info) for name, info in workers.items()},
@@ -200,9 +200,11 @@ def _sampling(sampling: SamplingParams, *, with_texts: bool) -> dict[str, Any]:
     return found
 
 
-def _unlike(request: GenerateRequest) -> list[str]:
+def _unlike(request: GenerateRequest, receipt: Receipt | None) -> list[str]:
     """Return what the API with which a capsule is replayed cannot express."""
     found = []
+    if receipt is not None and receipt.stale_kv_tokens:
+        found.append("tokens attended to KV of older weights")
     if request.media:
         found.append("the prompt has images, which are not kept")
     if request.reasoning_gate is not None:

@@ -341,9 +341,10 @@ async def test_the_checks_of_verify_hold(tmp_path: Path) -> None:
             assert isinstance(found, Passed), found
 
 
-async def test_updates_under_load_and_deaths_mix_no_weights(tmp_path: Path) -> None:
-    router = {"retry": {"tokens_per_s": 0}}
-    async with trained(tmp_path, prefill=2, decode=2, router=router) as (cluster, digests):
+@pytest.mark.parametrize("stale_kv", ["recompute", "allow"])
+async def test_updates_under_load_and_deaths_mix_no_weights(tmp_path: Path, stale_kv: str) -> None:
+    shape = {"prefill": 2, "decode": 2, "router": {"retry": {"tokens_per_s": 0}}}
+    async with trained(tmp_path, **shape, stale_kv=stale_kv) as (cluster, digests):
         versions, is_over, counts = {"default": ""}, asyncio.Event(), [0] * 8
 
         async def ask(i: int) -> None:

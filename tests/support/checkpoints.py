@@ -47,13 +47,19 @@ async def trained(tmp_path: Path, **options: Any) -> AsyncIterator[tuple[Cluster
         yield cluster, digests
 
 
+def resumed(cluster: Cluster, digest: str, tokens: Sequence[int]) -> FakeSequence:
+    """Return the request on one engine that computes prompt and `tokens` with the weights
+    `digest`."""
+    vocab_size = next(iter(cluster.workers.values())).info.model.vocab_size
+    phase, made = AggregatedPhase(), tuple(tokens)
+    work = Work(1, "expected", tuple(PROMPT), LONG, phase, resume_token_ids=made)
+    return FakeSequence(work, vocab_size, weights=digest)
+
+
 def continued(cluster: Cluster, digest: str, tokens: Sequence[int], until: int) -> list[int]:
     """Return the first `until` tokens of the answer that continues after `tokens` with the weights
     `digest`, computed by one engine."""
-    vocab_size = next(iter(cluster.workers.values())).info.model.vocab_size
-    phase, resumed = AggregatedPhase(), tuple(tokens)
-    work = Work(1, "expected", tuple(PROMPT), LONG, phase, resume_token_ids=resumed)
-    sequence = FakeSequence(work, vocab_size, weights=digest)
+    sequence = resumed(cluster, digest, tokens)
     while len(sequence.generated) < until:
         sequence.advance(0.0)
     return sequence.generated
@@ -61,16 +67,23 @@ def continued(cluster: Cluster, digest: str, tokens: Sequence[int], until: int) 
 
 def assert_spans(answer: Answer, digests: dict[str, str], cluster: Cluster) -> None:
     """Assert that the spans cover the answer, and that one engine, switched at the same tokens,
-    gives the same answer."""
+    gives the same answer. It keeps its KV where a span says so, and computes it again elsewhere."""
     assert answer.receipt is not None
     spans: Sequence[TokenSpan] = answer.receipt.spans
     assert spans[0].start == 0
     assert all(x.end == y.start for x, y in pairwise(spans))
     assert spans[-1].end == len(answer.token_ids)
-    tokens: list[int] = []
+    sequence = resumed(cluster, digests[spans[0].version], ())
     for span in spans:
-        tokens = continued(cluster, digests[span.version], tokens, span.end)
-    assert answer.token_ids == tokens
+        if span.stale_kv_tokens:
+            assert span.stale_kv_tokens == sequence.context - 1
+            sequence.weights = digests[span.version]
+        else:
+            sequence = resumed(cluster, digests[span.version], sequence.generated)
+        while len(sequence.generated) < span.end:
+            sequence.advance(0.0)
+    assert answer.token_ids == sequence.generated
+    assert answer.receipt.stale_kv_tokens == max(x.stale_kv_tokens for x in spans)
 
 
 async def post(cluster: Cluster, path: str, **body: object) -> tuple[int, dict[str, Any]]:

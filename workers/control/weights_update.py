@@ -99,6 +99,7 @@ class WeightsUpdater:
             change = self._begin(transaction, owner, hold_s)
             try:
                 change.prepared = await self._checked(weights)
+                change.is_committed = False  # a paused model may be updated more than once
                 # While streams go on. With none there is nothing to gain.
                 if not change.is_quiesced:
                     await self._engine.stage_weights(change.prepared[1])

@@ -129,18 +129,24 @@ class VllmCore:
         return staged
 
     def freeze(self) -> None:
-        """Start no step until `thaw`, but for the ends of requests and transfers. A rank of a
-        data-parallel group goes on: the others cannot compute without it."""
-        if self._opened.group is None:
+        """Start no step until `thaw`, but for the ends of requests and transfers."""
+        if self._can_freeze:
             pause(self._opened.view.scheduler)
             self.steps.freeze()
 
     def kept(self, stream_ids: Collection[int]) -> frozenset[int] | None:
         """Return those of these streams that a frozen engine keeps; None while steps are under
         way."""
-        if self._opened.group is not None:
+        if not self._can_freeze:
             return frozenset()
         return None if self._opened.core.batch_queue else self.streams.decoding(stream_ids)
+
+    @property
+    def _can_freeze(self) -> bool:
+        """False for a rank of a data-parallel group, without which the others cannot compute, and
+        for pipeline stages, each of which has other steps under way."""
+        stages = self._opened.engine.vllm_config.parallel_config.pipeline_parallel_size
+        return self._opened.group is None and stages == 1
 
     def thaw(self) -> None:
         """Start steps again. Idempotent."""
@@ -157,8 +163,9 @@ class VllmCore:
             staged.exchange()
         elif failed := [x for x in opened.executor.collective_rpc(reload_in, args=(files,)) if x]:
             raise RuntimeError(failed[0])
-        if computed := self.streams.grow_stale():
-            forget_prefixes(opened.view.scheduler)
+        computed, scheduler = self.streams.grow_stale(), opened.view.scheduler
+        if scheduler.pause_state:
+            forget_prefixes(scheduler)
         elif not opened.engine.reset_prefix_cache():
             raise RuntimeError("blocks of the prefix cache are in use")
         # Also the scheduler's list of the images that are encoded, and the turns of sessions.

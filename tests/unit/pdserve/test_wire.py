@@ -90,7 +90,13 @@ SAMPLING = ONE_ANSWER | st.builds(
 )
 # Only the last delta of a stream has more than tokens.
 DELTA = made(t.StreamDelta).map(
-    lambda x: x if x.finish_reason else t.StreamDelta(x.stream_id, x.token_ids, x.text, x.logprobs)
+    lambda x: (
+        x
+        if x.finish_reason
+        else t.StreamDelta(
+            x.stream_id, x.token_ids, x.text, x.logprobs, weights_switch=x.weights_switch
+        )
+    )
 )
 
 

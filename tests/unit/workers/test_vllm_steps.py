@@ -127,6 +127,18 @@ def test_time_between_steps_counts_only_while_requests_run(scheduler: Scheduler)
     assert [seconds for _, seconds in scheduler.seen] == [0.5, 0.375, 0.5]
 
 
+def test_a_frozen_engine_has_no_work_and_its_pause_counts_for_no_step(scheduler: Scheduler) -> None:
+    scheduler.step(output({"a": 8}, new={"a": 0}), 0.5)
+    scheduler.running = ["a"]
+    scheduler.watch.begin(has_work=True)
+    scheduler.watch.freeze()
+    assert not scheduler.load().has_work
+    scheduler.now += 60.0
+    scheduler.watch.thaw()
+    scheduler.step(output({"a": 1}, cached={"a": 8}), 0.25)
+    assert [seconds for _, seconds in scheduler.seen] == [0.5, 0.25]
+
+
 def test_steps_on_their_way_together_come_out_in_order(scheduler: Scheduler) -> None:
     scheduler.next = output({"a": 8}, new={"a": 0})
     scheduler.schedule()
