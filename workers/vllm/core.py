@@ -143,10 +143,13 @@ class VllmCore:
 
     @property
     def _can_freeze(self) -> bool:
-        """False for a rank of a data-parallel group, without which the others cannot compute, and
-        for pipeline stages, each of which has other steps under way."""
-        stages = self._opened.engine.vllm_config.parallel_config.pipeline_parallel_size
-        return self._opened.group is None and stages == 1
+        """False for a rank of a data-parallel group, without which the others cannot compute; for
+        pipeline stages, which have several steps under way; and with speculation, because drafts
+        have states of their own."""
+        config = self._opened.engine.vllm_config
+        is_plain = config.speculative_config is None
+        stages = config.parallel_config.pipeline_parallel_size
+        return is_plain and self._opened.group is None and stages == 1
 
     def thaw(self) -> None:
         """Start steps again. Idempotent."""
