@@ -19,12 +19,9 @@ import yaml
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from pdserve.model.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
-from pdserve.net import rpc
-from pdserve.security.local import admin_key
-from pdserve.v1 import admin_pb2 as a
-from pdserve.v1.admin_pb2_grpc import AdminStub
 from tests.support.commands import ROOT, run
 from tests.support.pdserve_up import up
+from tests.support.served_up import ServedUp
 from tests.support.timeouts import START_S, WAIT_S
 
 if TYPE_CHECKING:
@@ -63,8 +60,8 @@ class Running:
     """The service, and transformers with the same files."""
 
     def __init__(self, process: UpProcess, home: Path) -> None:
-        self.process = process
-        self.ready = process.wait_until_serving(within_s=START_S)
+        self.process, self.service = process, ServedUp(process)
+        self.ready = self.service.ready
         (self.directory,) = (home / "pdserve" / "gguf").glob("SmolLM2*/")
         (file,) = folder_of(PACKAGES["smollm2"]).glob("*.gguf")
         self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -227,43 +224,63 @@ def test_the_example_finds_the_document_that_answers(
     assert words in said.splitlines()[0]
 
 
-async def test_answers_survive_a_drain_and_a_death(running: Running) -> None:
-    """Two answers, one on each decode worker: one is drained, and later the other is killed."""
-    pids = {x["worker_id"]: x["pid"] for x in running.ready["workers"]}
-    pieces: list[list[str]] = [[], []]
-    receipts: list[dict[str, Any]] = [{}, {}]
-    grown = asyncio.Event()
+class Streamed:
+    """A streamed answer of LONG_TOKENS tokens to LONG, and its receipt at the end."""
 
-    async def read(index: int) -> None:
-        async with running.client() as client:
+    def __init__(self, running: Running) -> None:
+        self.pieces: list[str] = []
+        self.receipt: dict[str, Any] = {}
+        self._running, self._grown = running, asyncio.Event()
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async with self._running.client() as client:
             body = fields(user(LONG), LONG_TOKENS)
             async for chunk in await client.chat.completions.create(**body, stream=True):
-                pieces[index] += [choice.delta.content or "" for choice in chunk.choices]
+                self.pieces += [choice.delta.content or "" for choice in chunk.choices]
                 if "pdserve" in (chunk.model_extra or {}):
-                    receipts[index] = receipt_of(chunk)
-                grown.set()
+                    self.receipt = receipt_of(chunk)
+                self._grown.set()
 
-    async def until(count: int) -> None:
+    async def until(self, pieces: int) -> None:
+        """Wait for this many pieces that have text: the first chunk may have none."""
         async with asyncio.timeout(WAIT_S):
-            while min(map(len, pieces)) < count:
-                grown.clear()
-                await grown.wait()
+            while len([x for x in self.pieces if x]) < pieces:
+                self._grown.clear()
+                await self._grown.wait()
 
-    reading = [asyncio.create_task(read(i)) for i in range(2)]
-    await until(5)
-    operator = rpc.Dialer(token=admin_key(Path(running.ready["run_dir"])))
-    async with operator.open_channel(running.ready["grpc"]) as channel:
-        admin, metadata = AdminStub(channel), operator.metadata
-        drain = a.DrainWorkerRequest(worker_id="decode-1", timeout_s=WAIT_S)
-        steps = [x async for x in admin.DrainWorker(drain, metadata=metadata, timeout=WAIT_S)]
-        assert steps[-1].drained
-        undrain = a.UndrainWorkerRequest(worker_id="decode-1")
-        await admin.UndrainWorker(undrain, metadata=metadata, timeout=WAIT_S)
-    assert not any(task.done() for task in reading)
+    async def whole(self) -> tuple[str, list[str]]:
+        """Return the text and the fallbacks."""
+        await self.task
+        return "".join(self.pieces), self.receipt["fallbacks"]
+
+
+async def test_an_answer_survives_a_drain(running: Running) -> None:
+    service = running.service
+    expected, fallbacks = running.reference(user(LONG), LONG_TOKENS), list[str]()
+    while not fallbacks:  # the answer may end before the drain begins
+        await service.drain("decode-1")
+        answer = Streamed(running)
+        await answer.until(5)
+        await service.undrain("decode-1")
+        await service.drain("decode-0")
+        text, fallbacks = await answer.whole()
+        assert text == expected
+        await service.undrain("decode-0")
+    assert fallbacks == ["live_kv:moved"]
+
+
+async def test_an_answer_survives_a_death(running: Running) -> None:
+    pids = {x["worker_id"]: x["pid"] for x in running.ready["workers"]}
+    service = running.service
+    await service.drain("decode-1")
+    # Stopped, it does not end the answer before it is killed, however fast the machine is.
+    os.kill(pids["decode-0"], signal.SIGSTOP)
+    answer = Streamed(running)
+    await answer.until(1)
+    await service.undrain("decode-1")
     os.kill(pids["decode-0"], signal.SIGKILL)
-    await asyncio.gather(*reading)
-    expected = running.reference(user(LONG), LONG_TOKENS)
-    assert ["".join(x) for x in pieces] == [expected] * 2
-    fallbacks = sorted(receipt["fallbacks"] for receipt in receipts)
-    assert fallbacks == [["live_kv:moved", "pair:worker_failed"], ["pair:worker_failed"]]
+    text, fallbacks = await answer.whole()
+    assert text == running.reference(user(LONG), LONG_TOKENS)
+    assert fallbacks == ["pair:worker_failed"]
     running.process.wait_for_line("decode-0 is back", within_s=START_S)
