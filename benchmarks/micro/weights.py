@@ -49,6 +49,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", type=int, default=64, metavar="N", help="its tokens (64)")
     parser.add_argument("--tokens", type=int, default=200, metavar="N", help="an answer (200)")
+    parser.add_argument(
+        "--stale-kv", choices=("recompute", "allow"), default="recompute", help="of the service"
+    )
 
 
 async def run(
@@ -66,7 +69,11 @@ async def run(
         }
         router: dict[str, Any] = {
             "access": {"open_control": True},  # the service is reached from this machine alone
-            "weights": {"directories": [str(path.parent)], "mode": "keep"},
+            "weights": {
+                "directories": [str(path.parent)],
+                "mode": "keep",
+                "stale_kv": args.stale_kv,
+            },
         }
         up: dict[str, Any] = {"prefill": {"workers": 1}, "decode": {"workers": 1}}
         progress.step("starting 1P1D and an engine")
