@@ -113,7 +113,7 @@ async def test_an_undone_drain_is_reported(capsys: pytest.CaptureFixture[str]) -
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         engine = cluster.engine(busy)
-        await wait_until(lambda: engine.faults.stalls(engine._steps + 1))
+        await wait_until(lambda: engine.faults.stalls(engine.steps.done + 1))
         draining = asyncio.create_task(cluster.command("drain", busy, "--timeout", str(WAIT_S)))
         await cluster.until_state(busy, "draining")
         assert await cluster.command("drain", busy, "--undo") == 0
@@ -146,7 +146,7 @@ class Leaving:
     async def _drain(self) -> int:
         # An engine that still makes steps would export at once.
         engine = self.cluster.engine(self.old)
-        await wait_until(lambda: engine.faults.stalls(engine._steps + 1))
+        await wait_until(lambda: engine.faults.stalls(engine.steps.done + 1))
         return await self.cluster.command("drain", self.old, "--timeout", str(WAIT_S))
 
     async def until_exporting(self) -> None:

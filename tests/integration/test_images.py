@@ -111,7 +111,7 @@ async def test_an_answer_goes_on_without_its_worker(role: str, act: str) -> None
         await wait_until(lambda: cluster.busy(*names))
         (busy,) = cluster.busy(*names)
         idle, engine = names[1 - names.index(busy)], cluster.engine(busy)
-        await wait_until(lambda: engine.faults.stalls(engine._steps + 1))
+        await wait_until(lambda: engine.faults.stalls(engine.steps.done + 1))
         if act == "kill":
             await cluster.kill(busy)
             cluster.faults(idle, FakeFaults())

@@ -385,13 +385,13 @@ async def test_weights_loaded_in_advance_are_freed_when_the_update_fails(
         decode, held = cluster.engine("decode-0"), []
 
         async def refuse(files: WeightFiles) -> str:
-            held.append(decode.staged == files)
+            held.append(decode.weights.staged == files)
             raise InvalidRequest("not these", field="weights.path")
 
         monkeypatch.setattr(cluster.engine("prefill-0"), "check_weights", refuse)
         status, _ = await post(cluster, "/update_weights", weight_dir=str(tmp_path / "1"))
         assert (status, held) == (400, [True])
-        assert decode.staged is None
+        assert decode.weights.staged is None
 
 
 async def test_weights_loaded_in_advance_are_freed_when_the_router_is_gone(
@@ -401,9 +401,9 @@ async def test_weights_loaded_in_advance_are_freed_when_the_router_is_gone(
         updater, engine = cluster.workers["aggregated-0"].weights, cluster.engine("aggregated-0")
         gone, new = ("gone", "router elsewhere"), ModelWeights(1, "1", str(tmp_path / "1"))
         await updater.prepare(*gone, WAIT_S, new)
-        assert engine.staged is not None
+        assert engine.weights.staged is not None
         await updater.quiesce(*gone, 0.1, QuiesceMode.KEEP, 0.0)
-        await wait_until(lambda: engine.staged is None)
+        await wait_until(lambda: engine.weights.staged is None)
         await cluster.until_ready()
 
 

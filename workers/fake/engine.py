@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -79,6 +79,26 @@ _GENERATING = DecodePhase | AggregatedPhase
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Steps:
+    """`done`: their number. `now_s`: duration of the one under way, 0.0 without one. `turn`: held
+    during a step."""
+
+    done: int = 0
+    now_s: float = 0.0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_frozen: bool = False
+
+
+@dataclass(slots=True)
+class _Weights:
+    """`digest`: of loaded weights, a part of each token's seed; "" for those of the start.
+    `staged`: files that are loaded in advance."""
+
+    digest: str = ""
+    staged: WeightFiles | None = None
+
+
 class FakeEngine:
     """State: sequences that wait for room, wait for KV, or run; KV that is held for transfers; the
     last deltas to report with the next step. `faults` may be set at any time."""
@@ -107,17 +127,13 @@ class FakeEngine:
         self._receiving: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         self._ended: list[StreamDelta] = []
-        self._weights = ""  # the digest of loaded weights, a part of each token's seed
-        self.staged: WeightFiles | None = None
+        self.weights = _Weights()
         self._cache: PrefixCache | None = None
         if settings.prefix_cache:
             retention, total = retention or SessionRetentionConfig(), settings.total_blocks
             retained = RetainedBlocks(int(retention.share * total), retention.max_s)
             self._cache = PrefixCache(info.name, settings.block_size, total, retained)
-        self._steps = 0
-        self._step_s = 0.0  # of the step under way
-        self._stepping = asyncio.Lock()
-        self._is_frozen = False
+        self.steps = _Steps()
         self.busy = BusyTime()
         self.results = StepResults()
         self._is_over = False
@@ -173,7 +189,11 @@ class FakeEngine:
         else:
             if isinstance(work.phase, PrefillPhase):
                 self._producer.open(work.phase.transfer_id, work)
-            weights = f"{self._weights} wrong" if self.faults.computes_wrong else self._weights
+            weights = (
+                f"{self.weights.digest} wrong"
+                if self.faults.computes_wrong
+                else self.weights.digest
+            )
             vocab_size = self._model.vocab_size
             sequence = Sequence(work, vocab_size, blocks, self._now(), weights=weights)
             self._waiting[work.stream_id] = sequence
@@ -215,9 +235,9 @@ class FakeEngine:
             num_running_reqs=len(self._running),
             kv_cache_usage=(total - self._producer.pool.free) / total,
             free_blocks=self._producer.pool.free,
-            progress=self._steps,
-            has_work=not self._is_frozen and (bool(self._running) or waits_for_room),
-            step_allowance_s=4 * self._step_s,
+            progress=self.steps.done,
+            has_work=not self.steps.is_frozen and (bool(self._running) or waits_for_room),
+            step_allowance_s=4 * self.steps.now_s,
         )
         return load if self._cache is None else self._cache.retained.added_to(load)
 
@@ -247,32 +267,32 @@ class FakeEngine:
         return found.digest
 
     async def stage_weights(self, files: WeightFiles) -> None:
-        self.staged = files
+        self.weights.staged = files
 
     def unstage_weights(self) -> None:
-        self.staged = None
+        self.weights.staged = None
 
     async def freeze(self, stream_ids: Collection[int]) -> frozenset[int]:
         if self._lockstep is not None:
             return frozenset()
-        async with self._stepping:
-            self._is_frozen = True
+        async with self.steps.turn:
+            self.steps.is_frozen = True
         running = self._running
         return frozenset(x for x in stream_ids if x in running and self._decodes(running[x]))
 
     def thaw(self) -> None:
-        self._is_frozen = False
+        self.steps.is_frozen = False
         self._producer.pool.changed.set()
 
     async def update_weights(self, files: WeightFiles) -> dict[int, int]:
-        self.staged = None
+        self.weights.staged = None
         if self.faults.fail_weights:
             raise WorkerFailed("a scripted fault failed the update")
-        self._weights = await self.check_weights(files)
+        self.weights.digest = await self.check_weights(files)
         if self._cache is not None:
             self._cache.clear()
         for sequence in self._running.values():
-            sequence.weights, sequence.is_stale = self._weights, True
+            sequence.weights, sequence.is_stale = self.weights.digest, True
         return {stream_id: x.context - 1 for stream_id, x in self._running.items()}
 
     async def close(self) -> None:
@@ -316,8 +336,8 @@ class FakeEngine:
         try:
             while True:
                 self._producer.pool.changed.clear()
-                async with self._stepping:
-                    is_idle = self.faults.stalls(self._steps + 1) or not await self._step()
+                async with self.steps.turn:
+                    is_idle = self.faults.stalls(self.steps.done + 1) or not await self._step()
                 if is_idle:
                     await self._producer.pool.changed.wait()
         except Exception:
@@ -326,7 +346,7 @@ class FakeEngine:
 
     async def _step(self) -> bool:
         """Make one step. Return False if there is nothing to do until something happens."""
-        if self._is_frozen:
+        if self.steps.is_frozen:
             self._report_ended()
             return False
         if self._lockstep is not None:
@@ -338,8 +358,8 @@ class FakeEngine:
             return False
         settings, work, planned = self._settings, self._step_work(), list(self._running)
         shape = work.shape
-        self._step_s = settings.step_s + settings.prefill_s * shape.prefill_tokens
-        self._step_s += settings.decode_s * shape.decode_reqs
+        self.steps.now_s = settings.step_s + settings.prefill_s * shape.prefill_tokens
+        self.steps.now_s += settings.decode_s * shape.decode_reqs
         if (token := self.faults.kill_on_token) and any(
             token in x.work.prompt_token_ids for x in self._running.values()
         ):
@@ -347,15 +367,15 @@ class FakeEngine:
         if planned:
             self.busy.begin(self._now())
         if self._lockstep is None:
-            await asyncio.sleep(self._step_s)
+            await asyncio.sleep(self.steps.now_s)
         else:
-            self._step_s = await self._lockstep.step(self._step_s)
+            self.steps.now_s = await self._lockstep.step(self.steps.now_s)
         # The scripted time, not the measured one: routers get exact step times.
         if planned:
-            self.busy.step(work, self._step_s, self._now())
-        self._step_s = 0.0
-        self._steps += 1
-        if self._steps == self.faults.crash_at_step:
+            self.busy.step(work, self.steps.now_s, self._now())
+        self.steps.now_s = 0.0
+        self.steps.done += 1
+        if self.steps.done == self.faults.crash_at_step:
             raise WorkerFailed("a scripted fault killed the engine")
         deltas, self._ended = self._ended, []
         deltas += [self._advance(self._running[x]) for x in planned if x in self._running]
