@@ -140,7 +140,7 @@ def script(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
     def kv_of(token_ids: Sequence[int], *_: object) -> bytes:
         return bytes([token_ids.count(result)])
 
-    def extend(kv: bytes, token_ids: Sequence[int]) -> bytes:
+    def extend(kv: bytes, token_ids: Sequence[int], *_: object) -> bytes:
         return kv + bytes(len(token_ids))
 
     def next_token(kv: bytes, *_: object) -> int:

@@ -102,7 +102,7 @@ async def answer(service: ServedUp) -> str:
 
 
 async def kinds(service: ServedUp) -> set[str]:
-    return {x.info.settings["enforce_eager"] for x in await service.statuses()}
+    return {x.info.settings["enforce_eager"] for x in (await service.statuses()).values()}
 
 
 async def test_a_first_start_is_eager_and_the_next_runs_the_code_that_it_made(
