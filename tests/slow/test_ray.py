@@ -94,12 +94,13 @@ for _ in sys.stdin:
     print("status", json.dumps(found), flush=True)
 """
 KEEPS = {"RAY_gcs_storage": "rocksdb"}
-# Ray finds out within seconds that a node is gone; by default it takes longer.
+# Ray finds out within seconds that a node is gone; by default it takes longer. A busy machine may
+# keep a node from answering for some of them.
 HEALTH = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_timeout_ms": "5000",
     # Nodes outlive the head for longer than a slow machine needs to start it again.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
 }
