@@ -92,7 +92,7 @@ async def test_turns_find_their_history_cached_and_no_request_waits_for_it(
     assert load.retentions_ended == {"returned": 1}
 
     # A turn that is aborted is not retained.
-    stream = small.submit(prompt(TURN * BLOCK, 6), params(400), next_turn_s=LONG_S)
+    stream = small.submit(prompt(TURN * BLOCK, 6), params(700), next_turn_s=LONG_S)
     await small.until(lambda: small.answer(stream).token_ids)
     small.cancel(stream)
     await small.until_empty()
