@@ -45,7 +45,9 @@ def deaths(running: UpProcess) -> int:
 
 def test_a_deadly_request_ends_two_workers_and_no_answer_of_others(tmp_path: Path) -> None:
     faults = f"worker.engine_args={{step_s: 0.02, kill_on_token: {DEADLY}}}"
+    # The others wait for as long as a busy machine needs to start two workers again.
     options = ("--set", faults, "--set", "up.max_restart_pause_s=0.1")
+    options += ("--set", "router.queue.timeout_s=120")
     with up(tmp_path, *options) as running, ThreadPoolExecutor(8) as pool:
         url = running.wait_until_serving()["http"]
 
