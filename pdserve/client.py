@@ -183,8 +183,7 @@ class Client:
         `parallel_tool_calls=False` allows at most one call. `include_reasoning=False` omits
         reasoning from the answer. `enable_thinking` turns reasoning on or off if the chat template
         supports it. For each of these, None selects the service's default. `inference_geo`: region
-        where the request's data may be. `stale_kv`: if weights change, a
-        value of StaleKv.
+        where the request's data may be. `stale_kv`: if weights change, a value of StaleKv.
         """
         if max_tokens is not None:
             sampling = replace(sampling or SamplingParams(), max_tokens=max_tokens)

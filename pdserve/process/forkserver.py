@@ -29,13 +29,13 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from pdserve.process.child import die_with, exit_at_once
 from pdserve.process.logs import MAX_LOG_BYTES, keep_rotating
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 _MAX_REQUEST_BYTES = 1 << 17
 _MAX_ANSWER_BYTES = 32
@@ -138,7 +138,7 @@ class ForkServer:
         self.start_parent()
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(log.open("ab")).fileno() if log else None
-            return await _start_fork(self._control, module, args, env=env, out=out, fds=fds)
+            return await _start_fork(self._control, _ForkRequest(module, args, env, out, fds))
 
     def new_client(self) -> socket.socket:
         """Return a socket for another process, which uses it with `use_server`. Raises OSError if
@@ -192,28 +192,39 @@ class ForkServer:
             self._process.wait()
 
 
-async def _start_fork(
-    server: socket.socket,
-    module: str,
-    args: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    out: int | None,
-    fds: Sequence[int],
-    may_fork: bool = True,
-) -> Forked:
+class _ForkRequest(NamedTuple):
+    """A fork that runs `python -m module *args`, and gets `fds`. `out`: where it writes, if not
+    where the parent does. It requests no forks itself unless it `may_fork`."""
+
+    module: str
+    args: Sequence[str]
+    env: Mapping[str, str]
+    out: int | None
+    fds: Sequence[int]
+    may_fork: bool = True
+
+
+@contextlib.contextmanager
+def _requested(server: socket.socket, request: _ForkRequest) -> Iterator[socket.socket]:
+    """Request a fork. Yield the socket that gets its process id, and later its exit code. Raises
+    ForkFailed, and then closes the socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
     with contextlib.ExitStack() as stack:
         stack.callback(ours.close)
         try:
             with theirs:
-                _request(server, theirs, module, args, env, out, fds, may_fork=may_fork)
-            pid = int(await asyncio.get_running_loop().sock_recv(ours, _MAX_ANSWER_BYTES))
+                _request(server, theirs, request)
+            yield ours
         except (OSError, ValueError) as error:
             raise ForkFailed("the parent process has ended") from error
         stack.pop_all()
-    return Forked(pid, ours)
+
+
+async def _start_fork(server: socket.socket, request: _ForkRequest) -> Forked:
+    with _requested(server, request) as answers:
+        answers.setblocking(False)
+        pid = int(await asyncio.get_running_loop().sock_recv(answers, _MAX_ANSWER_BYTES))
+    return Forked(pid, answers)
 
 
 def use_server(fd: int) -> None:
@@ -231,7 +242,7 @@ async def start_own(module: str, *args: str, fds: Sequence[int]) -> Forked | Non
         return None
     try:
         return await _start_fork(
-            _own_server, module, args, env=os.environ, out=2, fds=fds, may_fork=False
+            _own_server, _ForkRequest(module, args, os.environ, 2, fds, may_fork=False)
         )
     except ForkFailed:  # its modules could not be imported
         return None
@@ -248,17 +259,9 @@ def fork_from(
     """Run `python -m module *args` in a fork of the parent at `server`, which writes to `out`.
     Return its pid, and the socket that gets its exit code (`exit_code_from`). Blocks until the
     fork. Raises ForkFailed."""
-    ours, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with contextlib.ExitStack() as stack:
-        stack.callback(ours.close)
-        try:
-            with answers:
-                _request(server, answers, module, args, env, out, fds)
-            pid = int(ours.recv(_MAX_ANSWER_BYTES))
-        except (OSError, ValueError) as error:
-            raise ForkFailed("the parent process has ended") from error
-        stack.pop_all()
-    return pid, ours
+    with _requested(server, _ForkRequest(module, args, env, out, fds)) as answers:
+        pid = int(answers.recv(_MAX_ANSWER_BYTES))
+    return pid, answers
 
 
 def exit_code_from(answers: socket.socket) -> int:
@@ -369,25 +372,20 @@ async def _start(
         )
 
 
-def _request(
-    server: socket.socket,
-    answers: socket.socket,
-    module: str,
-    args: Sequence[str],
-    env: Mapping[str, str],
-    out: int | None,
-    fds: Sequence[int],
-    *,
-    may_fork: bool = True,
-) -> None:
-    """Ask the parent at `server` for a fork that writes to `out`, and runs on the cores of this
-    process. Raises OSError."""
-    cores = sorted(os.sched_getaffinity(0))
-    request: dict[str, object] = {"module": module, "args": args, "env": dict(env)}
-    request |= {"cores": cores, "may_fork": may_fork}
-    logs = [] if out is None else [out]
-    data = json.dumps({**request, "has_log": bool(logs)}).encode()
-    socket.send_fds(server, [data], [answers.fileno(), *logs, *fds])
+def _request(server: socket.socket, answers: socket.socket, request: _ForkRequest) -> None:
+    """Ask the parent at `server` for a fork that runs on the cores of this process. Raises
+    OSError."""
+    logs = [] if request.out is None else [request.out]
+    message = {
+        "module": request.module,
+        "args": request.args,
+        "env": dict(request.env),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "may_fork": request.may_fork,
+        "has_log": bool(logs),
+    }
+    fds = [answers.fileno(), *logs, *request.fds]
+    socket.send_fds(server, [json.dumps(message).encode()], fds)
 
 
 # The parent process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,11 +12,13 @@ import aiohttp
 from pdserve.config import refuse
 from pdserve.net import rpc
 from pdserve.security.patterns import Patterns
+from pdserve.security.tls import tls_dialer
 from router.guardrails.classifier import GuardClassifier
 from router.guardrails.guard import NO_GUARDS, Guardrail, Guards, GuardVerdict, PatternChecker
 from router.guardrails.services import ExtProcService, HttpService
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Awaitable, Mapping
 
     from pdserve.config import GuardConfig, RouterConfig
@@ -48,12 +49,13 @@ async def open_guards(
     async with AsyncExitStack() as stack:
         checkers: list[Checker | None] = []
         for i, each in enumerate(config.guards):
-            tls = _tls(each.ca_file, f"guards[{i}].ca_file")
+            dialer = rpc.PLAIN
+            if each.ca_file:
+                dialer = tls_dialer(ca_file=each.ca_file, at=f"guards[{i}]")
             if each.url:
-                session = await _session(stack, True if tls is None else tls.context)
-                checkers.append(HttpService(each.url, session))
+                checkers.append(HttpService(each.url, await _session(stack, dialer.context)))
             elif each.ext_proc:
-                channel = _dialer(tls).open_channel(each.ext_proc)
+                channel = dialer.open_channel(each.ext_proc)
                 checkers.append(ExtProcService(await stack.enter_async_context(channel)))
             elif each.classifier.model:
                 checkers.append(None)
@@ -73,26 +75,11 @@ async def open_guards(
         yield guards_of
 
 
-def _tls(ca_file: str, key: str) -> rpc.LoadedTls | None:
-    """Return what verifies the certificate of a service, None without a file."""
-    if not ca_file:
-        return None
-    try:
-        ca = Path(ca_file).read_bytes()
-        context = ssl.create_default_context(cadata=ca.decode())
-    except (OSError, ValueError) as error:  # SSLError is an OSError
-        refuse(key, f"cannot be used: {error}")
-    return rpc.LoadedTls(context, ca, b"", b"", {})
-
-
-def _dialer(tls: rpc.LoadedTls | None) -> rpc.Dialer:
-    return rpc.PLAIN if tls is None else rpc.Dialer(lambda: tls)
-
-
-async def _session(stack: AsyncExitStack, tls: ssl.SSLContext | bool) -> aiohttp.ClientSession:
+async def _session(stack: AsyncExitStack, tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
+    """Open a session. `tls`: None to verify certificates by the CAs of the system."""
     # Guardrail.check limits time and calls.
     session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tls),
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls or True),
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
         auto_decompress=False,

@@ -91,7 +91,7 @@ class _Steps:
 
 
 @dataclass(slots=True)
-class _Weights:
+class _LoadedWeights:
     """`digest`: of loaded weights, a part of each token's seed; "" for those of the start.
     `staged`: files that are loaded in advance."""
 
@@ -127,7 +127,7 @@ class FakeEngine:
         self._receiving: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
         self._ended: list[StreamDelta] = []
-        self.weights = _Weights()
+        self.weights = _LoadedWeights()
         self._cache: PrefixCache | None = None
         if settings.prefix_cache:
             retention, total = retention or SessionRetentionConfig(), settings.total_blocks

@@ -39,20 +39,7 @@ def debug_handler(
     metrics beside KV's. `unready` returns why the worker gets no requests, or "". `trainers`
     answers trainers' calls, if they are accepted."""
 
-    def experts() -> list[tuple[WorkerInfo, int]]:
-        tokens = service.account.busy.expert_tokens
-        return [(describe(), tokens)] if tokens else []
-
-    def reports() -> list[tuple[WorkerInfo, KvReport]]:
-        state = service.kv_state()
-        return [] if state is None else [(describe(), state.report())]
-
-    registry = CollectorRegistry()
-    registry.register(KvCollector(reports))
-    registry.register(ExpertCollector(experts))
-    for collector in (*collectors, _VllmMetrics()):
-        registry.register(collector)
-    watch_tasks(registry)
+    registry = _registry(service, describe, collectors)
 
     def health(_: web.BaseRequest) -> web.Response:
         if service.failed.done():
@@ -89,6 +76,28 @@ def debug_handler(
         return page(request)
 
     return handle
+
+
+def _registry(
+    service: WorkerService, describe: Callable[[], WorkerInfo], collectors: Iterable[Collector]
+) -> CollectorRegistry:
+    """Return the metrics of this worker, with those of `collectors`."""
+
+    def experts() -> list[tuple[WorkerInfo, int]]:
+        tokens = service.account.busy.expert_tokens
+        return [(describe(), tokens)] if tokens else []
+
+    def reports() -> list[tuple[WorkerInfo, KvReport]]:
+        state = service.kv_state()
+        return [] if state is None else [(describe(), state.report())]
+
+    registry = CollectorRegistry()
+    registry.register(KvCollector(reports))
+    registry.register(ExpertCollector(experts))
+    for collector in (*collectors, _VllmMetrics()):
+        registry.register(collector)
+    watch_tasks(registry)
+    return registry
 
 
 class _VllmMetrics(Collector):

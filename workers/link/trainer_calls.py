@@ -4,20 +4,19 @@ workers: calls of the same update, which other workers pass on, join it."""
 from __future__ import annotations
 
 import asyncio
-import ssl
 from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
 
 from pdserve.errors import (
-    ConfigError,
     DeadlineExceeded,
     Overloaded,
     PdserveError,
     RequestTooLarge,
     Unavailable,
 )
+from pdserve.security.tls import tls_dialer
 from pdserve.trainer_calls import READY_CALLS, UPDATE_CALLS
 
 if TYPE_CHECKING:
@@ -40,17 +39,13 @@ class TrainerCalls:
     def __init__(self, config: WorkerConfig) -> None:
         """Raises ConfigError if the file with the router's CA cannot be used."""
         self._url = config.trainer_calls.rstrip("/")
-        try:
-            context = ssl.create_default_context(cafile=config.access.tls.ca_file or None)
-        except OSError as error:  # SSLError is one
-            field = "access.tls.ca_file"
-            raise ConfigError(f"{field} cannot be used: {error}", field=field) from error
-        self._context, self._open = context, 0
+        self._context = tls_dialer(ca_file=config.access.tls.ca_file, at="access.tls").context
+        self._open = 0
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> TrainerCalls:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=_MAX_OPEN, ssl=self._context),
+            connector=aiohttp.TCPConnector(limit=_MAX_OPEN, ssl=self._context or True),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=_CALL_S, sock_connect=_CONNECT_S),
         )
