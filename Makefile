@@ -125,7 +125,7 @@ $(GPU_SHIM)/shim: $(wildcard tests/gpu/shim/*.c* tests/gpu/shim/build.py) | $(GP
 	@$(GPU_SHIM)/bin/python tests/gpu/shim/build.py
 	@touch $@
 
-gpu-report: ## what pdserve does on this machine's GPUs, within 15 minutes: tables, and gpu-report.json to send in
+gpu-report: ## what pdserve does on this machine's GPUs, within 20 minutes: tables, and gpu-report.json to send in
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m benchmarks.micro.gpu_report $(ARGS)
 
 test-tools: test-programs ray-install $(RELEASE)/installed $(VENV)/kubernetes $(VENV)/fuzz $(VENV)/smollm2 $(VENV)/minilm $(CLIENTS)/installed $(LOAD_CLIENTS)/installed $(SITE)/installed tests/clients/node_modules try-gpu-shim ## what some tests use, and are skipped without

@@ -70,6 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", default="256,4096", metavar="N,...", help="a transfer")
     parser.add_argument("--block-kib", default="16,64", metavar="N,...", help="size of a block")
     parser.add_argument("--cache-mib", type=int, default=512, help="of each process (512)")
+    parser.add_argument("--chunk-mib", type=int, default=16, help="worker.kv.chunk_bytes (16)")
     parser.add_argument("--only", default=",".join(WAYS), metavar="WAY,...", help="transports")
     parser.add_argument("--layout", default="BLHNC", metavar="NAME", help="vLLM's, on GPUs (BLHNC)")
     parser.add_argument("--busy", choices=(PRODUCER, CONSUMER), help="engine that runs beside")
@@ -83,6 +84,7 @@ class _Case(NamedTuple):
     num_blocks: int  # of each cache
     layout: str
     busy: str
+    chunk_bytes: int
     pki: str  # folder with a certificate and its key, "" if no link is encrypted
 
 
@@ -102,7 +104,8 @@ async def run(
             room = max(blocks * 5 // 4, (args.cache_mib << 20) // block_bytes)
             with tempfile.TemporaryDirectory() as folder:
                 pki = _certificate(folder) if "tls" in ways else ""
-                case = _Case(blocks, block_bytes, room, layout, args.busy or "", pki)
+                chunk_bytes = args.chunk_mib << 20
+                case = _Case(blocks, block_bytes, room, layout, args.busy or "", chunk_bytes, pki)
                 seconds = await _measure(case, ways, args.rounds)
             rates = [{n: blocks * block_bytes / s / 1e9 for n, s in x.items()} for x in seconds]
             to_tcp = compare(rates, "tcp") if {"tcp", "tls"} <= {*ways} else {}
@@ -259,7 +262,7 @@ class _Side:
             cert, key = (f"{self._case.pki}/{name}.pem" for name in ("cert", "key"))
             files = {"tls_cert_file": cert, "tls_key_file": key, "tls_ca_file": cert}
             extra = {"transports": ("tcp",), "tls": True, **files}
-        settings = read_extra_config(extra)
+        settings = read_extra_config({**extra, "chunk_bytes": self._case.chunk_bytes})
         # Blocks have one token here, because their content does not matter.
         plan = CopyPlan((Shard(1, geometry.page_bytes, KvGroup(0, 1), (geometry.num_layers,)),))
         peers = Peers(

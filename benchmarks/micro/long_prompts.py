@@ -6,30 +6,46 @@ tokenises once, while each server of vllm-router must tokenise by itself, which 
 do not. `direct` is the mock server without a router. With `--token-ids` prompts have token ids,
 about one for every 5 bytes of `--bytes`, so no router tokenises. A router adds its median TTFT
 minus the median of `direct`.
+
+With `--engines` a prefill and a decode engine of vLLM, of a small random model, are behind each
+router, and answers have two tokens, so both have work: `pdserve` beside `vllm-router-pd`, whose
+servers are vLLM's with NIXL, as the arm `vllm-pd` of `pdserve bench compare`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import tempfile
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.client import HttpTarget, Request
+from benchmarks.compare.vllm_stack import STACKS, VllmStack, check_programs, stack_config
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.micro.router import add_routers_option, chosen_routers, running
-from benchmarks.service import processor_s
+from benchmarks.micro.router import (
+    OURS,
+    PEER_PD,
+    RunningRouter,
+    add_routers_option,
+    chosen_routers,
+    running,
+)
+from benchmarks.service import LocalService, processor_s
 from benchmarks.stats import alternate, compare, percentiles
+from pdserve.config.load import load_config, to_mapping
 from pdserve.errors import ConfigError
 from pdserve.model.hub import model_directory
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable
+    from collections.abc import AsyncIterator, Iterable, Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from benchmarks.progress import Progress
 
@@ -51,6 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bytes", type=int, default=220_000, metavar="N", help="(220000)")
     parser.add_argument("--token-ids", action="store_true", help="prompts of as many token ids")
     parser.add_argument("--turns", type=int, default=4, metavar="N", help="of each client (4)")
+    parser.add_argument("--engines", action="store_true", help="vLLM behind all routers")
     add_routers_option(parser)
     parser.add_argument(
         "--model", default="smollm2", help="pdserve's tokenizer: a model as in worker.model"
@@ -62,6 +79,10 @@ async def run(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure all routers in turn. Return rows and notes. Raises BenchError."""
     names, notes = chosen_routers(args.only)
+    if args.engines:
+        names = [name for name in names if name in (OURS, PEER_PD)]
+        if PEER_PD in names:
+            check_programs(PEER_PD)
     counts = [int(x) for x in args.clients.split(",")]
 
     async def measure(name: str, number: int) -> dict[int, dict[str, float]]:
@@ -87,16 +108,15 @@ async def run(
 async def _measure(
     name: str, folder: Path, clients: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    blocks = clients * (2 + args.bytes // 16)
-    worker = {"model": str(_model(args.model, folder)), "model_names": ["mock"]}
-    engine = {"step_s": 0.001, "max_num_seqs": clients + 16, "total_blocks": blocks}
-    async with running(name, folder, engine, worker) as router:
+    async with _running(name, folder, clients, args) as router:
         client, model = HttpTarget(router.url), router.model
         turns_of, path = (_ids_of, _COMPLETIONS) if args.token_ids else (_turns_of, _CHAT)
-        chats = [turns_of(f"{i}", args.bytes, args.turns, model) for i in range(clients)]
+        answer = {"model": model, "max_tokens": 2 if args.engines else 1, "stream": True}
+        chats = [turns_of(f"{i}", args.bytes, args.turns, answer) for i in range(clients)]
         found: dict[str, float] = {}
         try:
-            await _ask(client, model, path, [turns_of("warm-up", args.bytes, 1, model)])
+            warm_up = min(args.bytes, 20_000) if args.engines else args.bytes
+            await _ask(client, model, path, [turns_of("warm-up", warm_up, 1, answer)])
             for kind, which in (("first", slice(1)), ("later", slice(1, None))):
                 cpu_s, begun = processor_s([router.pid]), time.monotonic()
                 ttfts_s = await _ask(client, model, path, [x[which] for x in chats])
@@ -117,6 +137,80 @@ async def _measure(
             await client.aclose()
 
 
+def _running(
+    name: str, folder: Path, clients: int, args: argparse.Namespace
+) -> AbstractAsyncContextManager[RunningRouter]:
+    if args.engines:
+        return _running_with_engines(name, folder, clients * args.bytes)
+    blocks = clients * (2 + args.bytes // 16)
+    worker = {"model": str(_model(args.model, folder)), "model_names": ["mock"]}
+    engine = {"step_s": 0.001, "max_num_seqs": clients + 16, "total_blocks": blocks}
+    return running(name, folder, engine, worker)
+
+
+@asynccontextmanager
+async def _running_with_engines(
+    name: str, folder: Path, prompt_bytes: int
+) -> AsyncIterator[RunningRouter]:
+    """Run a prefill and a decode engine, one core each, whose caches have room for
+    `prompt_bytes`."""
+    model = _small_model(folder / "model")
+    # Two layers with one head of 64 bfloat16: 512 bytes a token, of which there are fewer than
+    # bytes of text.
+    cache_bytes = max(256 << 20, 512 * prompt_bytes)
+    changes = {
+        "worker.model": str(model),
+        "worker.model_names": [model.name],
+        "worker.compilation": "eager",
+        "worker.engine_args.kv_cache_memory_bytes": cache_bytes,
+        "router.http.port": 0,
+        "router.grpc.port": 0,
+        "up.cores_per_worker": 1,
+    }
+    config = load_config(None, changes)
+    started: LocalService | VllmStack
+    if name == OURS:
+        started = LocalService(name, to_mapping(config), folder / name)
+    else:
+        cores = sorted(os.sched_getaffinity(0))[:2]
+        started = VllmStack(
+            name, stack_config(STACKS["vllm-pd"], cores, config.worker), folder / name
+        )
+    try:
+        await started.start()
+        ready = started.ready
+        yield RunningRouter(name, ready["http"], model.name, ready["router"]["pid"])
+    finally:
+        await started.stop()
+
+
+def _small_model(target: Path) -> Path:
+    """Write a Llama with random weights and SmolLM2's tokenizer. It is small, because attention to
+    50,000 tokens takes a core of a CPU a minute even so."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    source = model_directory("smollm2")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=json.loads((source / "config.json").read_bytes())["vocab_size"],
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=1 << 16,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
+    for each in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (source / each).is_file():
+            shutil.copy(source / each, target)
+    return target
+
+
 def _model(name: str, folder: Path) -> Path:
     """Return a model directory with a model's tokenizer and a context that is long enough."""
     try:
@@ -134,9 +228,9 @@ def _model(name: str, folder: Path) -> Path:
     return target
 
 
-def _turns_of(name: str, size: int, turns: int, model: str) -> list[bytes]:
-    """Return the bodies of the turns of a chat, whose messages are random words. Built in advance,
-    outside of the measured time."""
+def _turns_of(name: str, size: int, turns: int, answer: Mapping[str, object]) -> list[bytes]:
+    """Return the bodies of the turns of a chat, whose messages are random words. `answer`: their
+    other fields. Built in advance, outside of the measured time."""
     chance = random.Random(name)
     messages: list[dict[str, str]] = []
 
@@ -150,20 +244,20 @@ def _turns_of(name: str, size: int, turns: int, model: str) -> list[bytes]:
     bodies = []
     for _ in range(turns):
         say("user", NEW_BYTES)
-        body = {"model": model, "messages": messages, "max_tokens": 1, "stream": True}
+        body = {**answer, "messages": messages}
         bodies.append(json.dumps(body).encode())
         say("assistant", ANSWER_BYTES)
     return bodies
 
 
-def _ids_of(name: str, size: int, turns: int, model: str) -> list[bytes]:
+def _ids_of(name: str, size: int, turns: int, answer: Mapping[str, object]) -> list[bytes]:
     """Return the bodies of the turns of a conversation in random token ids."""
     chance, prompt = random.Random(name), list[int]()
     bodies = []
     for turn in range(turns):
         more = NEW_BYTES + ANSWER_BYTES if turn else size
         prompt += chance.choices(range(1000, 49_000), k=more // _BYTES_OF_ID)
-        body = {"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}
+        body = {**answer, "prompt": prompt}
         bodies.append(json.dumps(body).encode())
     return bodies
 

@@ -104,7 +104,7 @@ async def run(
 
 
 @dataclass(frozen=True, slots=True)
-class _Router:
+class RunningRouter:
     name: str
     url: str
     model: str
@@ -148,7 +148,7 @@ async def _measure(
         return found
 
 
-async def _idle_kib(client: HttpTarget, router: _Router, count: int) -> float:
+async def _idle_kib(client: HttpTarget, router: RunningRouter, count: int) -> float:
     before = router.memory_kib()
     begun = [asyncio.Event() for _ in range(count)]
 
@@ -167,7 +167,7 @@ async def _idle_kib(client: HttpTarget, router: _Router, count: int) -> float:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _request(router: _Router, tokens: int) -> Request:
+def _request(router: RunningRouter, tokens: int) -> Request:
     body = {
         "model": router.model,
         "messages": [{"role": "user", "content": "Say what time it is, again and again."}],
@@ -179,7 +179,7 @@ def _request(router: _Router, tokens: int) -> Request:
 
 
 async def _drive(
-    client: HttpTarget, router: _Router, streams: int, *, tokens: int, turns: int = 1
+    client: HttpTarget, router: RunningRouter, streams: int, *, tokens: int, turns: int = 1
 ) -> tuple[float, float, list[float]]:
     """Run `streams` concurrent streams of `turns` requests each. Return the router's CPU seconds,
     the duration, and the latency of every token. Raises BenchError if a token is missing.
@@ -211,7 +211,7 @@ async def _drive(
 @asynccontextmanager
 async def running(
     name: str, directory: Path, engine: Mapping[str, Any], worker: Mapping[str, Any] = _NOTHING
-) -> AsyncIterator[_Router]:
+) -> AsyncIterator[RunningRouter]:
     """Run a router and its workers until the context exits. `engine`: arguments of pdserve's fake
     engines; a mock server uses its `step_s`. `worker`: other configuration of pdserve's workers.
     Raises BenchError."""
@@ -221,7 +221,7 @@ async def running(
             ending.push_async_callback(service.stop)
             await service.start()
             ready = service.ready
-            yield _Router(name, ready["http"], ready["model"], ready["router"]["pid"])
+            yield RunningRouter(name, ready["http"], ready["model"], ready["router"]["pid"])
             return
 
         async def start(what: str, port: int, *command: str) -> LoggedProcess:
@@ -239,7 +239,7 @@ async def running(
             mock = await start(what, port, *module, str(port), str(engine["step_s"]))
             mocks.append((f"http://127.0.0.1:{port}", mock.pid))
         if name == DIRECT:
-            yield _Router(name, mocks[0][0], "mock", mocks[0][1])
+            yield RunningRouter(name, mocks[0][0], "mock", mocks[0][1])
             return
         own = free_ports("127.0.0.1")
         command = [PEER] if name != SMG_PD else ["smg", "launch"]
@@ -250,7 +250,7 @@ async def running(
             option = "--vllm-pd-disaggregation" if name == PEER_PD else "--pd-disaggregation"
             command += [option, "--prefill", mocks[0][0], "--decode", mocks[1][0]]
         child = await start(name, own, *command, "--prometheus-port", str(free_ports("127.0.0.1")))
-        yield _Router(name, f"http://127.0.0.1:{own}", "mock", child.pid)
+        yield RunningRouter(name, f"http://127.0.0.1:{own}", "mock", child.pid)
 
 
 def _config(engine: Mapping[str, Any], worker: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Batched copies run on the GPU's copy engines, so they take no multiprocessor fro
 kernels. `cudaMemcpyBatchAsync` has this form since CUDA 13; the form of 12.8 has one more argument
 and is not used.
 
-Not run on a GPU yet.
+Ran on an H200 (benchmarks/results): a batch costs the host 4 us for each copy in it.
 """
 
 from __future__ import annotations

@@ -46,6 +46,9 @@ _LAST_REPORTS_S = 1.0
 # see a GPU. numpy's OpenBLAS reads its own variable first, which a worker with several cores has
 # set.
 _PARENT_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+# jemalloc, which pyarrow loads, gives up its thread in a fork. CUDA has one once a package has
+# initialized it, and what is forked on a machine with a GPU computes nothing there.
+_NOT_MISSED = ("jemalloc_bg_thd", "cuda")
 
 MODULE = "pdserve.process.forkserver"
 _NEW_CLIENT = b"{}"  # a request with the socket of another client
@@ -489,9 +492,13 @@ def _run(module: str, args: list[str]) -> NoReturn:
 
 
 def _check_has_one_thread() -> None:
-    threads = [(x / "comm").read_text() for x in Path("/proc/self/task").iterdir()]
-    if len(threads) != 1:
-        raise RuntimeError(f"a fork would miss the threads {threads}")
+    """Raise RuntimeError if there are other threads. Those of libraries that expect forks are no
+    loss."""
+    main = str(os.getpid())
+    others = [x for x in Path("/proc/self/task").iterdir() if x.name != main]
+    names = [(x / "comm").read_text().strip() for x in others]
+    if missed := [name for name in names if not name.startswith(_NOT_MISSED)]:
+        raise RuntimeError(f"a fork would miss the threads {missed}")
 
 
 def _main(parent_pid: str, preload: str, *words: str) -> None:

@@ -63,10 +63,11 @@ def lack(transport: str, environment: dict[str, str]) -> str:
 def test_blocks_arrive_exactly(role: str, transport: str, environment: dict[str, str]) -> None:
     if reason := lack(transport, environment):
         pytest.skip(reason)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.gpu_transfer", role, transport],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

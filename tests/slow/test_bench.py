@@ -152,7 +152,6 @@ def test_a_variant_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
             ("--only", "pdserve", "--model", "demo", "--clients", "2", "--bytes", "80000"),
             {"router", "first: p50_ms", "later: cpu_ms"},
         ),
-        ("gpu_link", (), {"way", "host_us_a_chunk", "computed_gb_per_s"}),
         (
             "unloaded",
             ("--engine", "fake", "--lengths", "64", "--tokens", "8"),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from pdserve.process.forkserver import Forked
+    from pdserve.process.forkserver import Process
     from pdserve.types import Receipt
 
 WHY_NOT = missing_requirement()
@@ -66,7 +66,7 @@ class ForkedWorker:
     """A worker with vLLM, which its process need not import. Has the methods of LoggedProcess that
     this file needs."""
 
-    process: Forked
+    process: Process
 
     @property
     def pid(self) -> int:

@@ -587,13 +587,18 @@ async def test_a_data_parallel_group_fails_and_comes_back_as_one(
         return token_ids, worker
 
     async def answers() -> dict[str, list[list[int]]]:
-        """Return the answers to all prompts at once by the worker that decoded them."""
-        found: dict[str, list[list[int]]] = {}
-        for token_ids, worker in await asyncio.gather(
-            *(answer(x, asyncio.Event()) for x in prompts)
-        ):
-            found.setdefault(worker, []).append(token_ids)
-        return found
+        """Ask all prompts at once until both ranks answer, since each registers for itself. Return
+        the answers by the rank that decoded them."""
+
+        async def found() -> dict[str, list[list[int]]] | None:
+            made: dict[str, list[list[int]]] = {}
+            for token_ids, worker in await asyncio.gather(
+                *(answer(x, asyncio.Event()) for x in prompts)
+            ):
+                made.setdefault(worker, []).append(token_ids)
+            return made if len(made) == 2 else None
+
+        return await wait_until(found, within_s=START_S, pause_s=0.5)
 
     await ray_cluster.pdserve("up", "--config=ranks.yaml", f"--set=worker.model={model}")
     await ray_cluster.until_workers(1)

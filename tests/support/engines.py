@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kv_transfer.protocol.snapshot import KvState
     from kv_transfer.settings import ConnectorConfig
     from pdserve.model.weight_deltas import WeightFiles
-    from pdserve.process.forkserver import Forked
+    from pdserve.process.forkserver import Process
     from pdserve.types import (
         Adapter,
         ErrorInfo,
@@ -119,7 +119,7 @@ class EngineProcess:
 
     def __init__(
         self,
-        process: Forked,
+        process: Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:

@@ -8,13 +8,15 @@ import functools
 import json
 import os
 import signal
-from contextlib import asynccontextmanager
+import sys
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve.net import rpc
 from pdserve.process.forkserver import ForkServer, launched
+from pdserve.process.gpus import is_cpu_build
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 from tests.support.commands import ROOT
@@ -23,9 +25,10 @@ from tests.support.timeouts import START_S, WAIT_S, wait_until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from pdserve.process.forkserver import Forked, Process
+    from pdserve.process.forkserver import Process
 
 _LOG = Path("/dev/stderr")
+_SHIM = "tests.gpu.shim.preload"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -49,11 +52,23 @@ async def start_python(
     env: Mapping[str, str] | None = None,
     log: Path | None = None,
     fds: Sequence[int] = (),
-) -> Forked:
+) -> Process:
     """Run `python -m module *args` with `env` added to the environment, in a process that has
-    imported vLLM. The descriptors `fds` are its last arguments."""
+    imported vLLM; on a GPU in a new one, because CUDA does not survive a fork. The descriptors
+    `fds` are its last arguments."""
     whole = _environment(env or {})
-    return await _vllm_server().start(module, *args, env=whole, log=log, fds=fds)
+    if is_cpu_build() or _SHIM in sys.modules:
+        return await _vllm_server().start(module, *args, env=whole, log=log, fds=fds)
+    command = [sys.executable, "-m", module, *args, *map(str, fds)]
+    with log.open("ab") if log else nullcontext(None) as out:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            env=whole,
+            stdout=out,
+            stderr=out,
+            pass_fds=fds,
+            start_new_session=True,
+        )
 
 
 @dataclass(frozen=True, slots=True)
