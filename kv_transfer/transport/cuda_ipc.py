@@ -5,8 +5,8 @@ the producer's memory over NVLink or PCIe. If a process cannot open the handle, 
 cannot reach the other GPU or the process does not see it, the next transport is used. The same
 applies if the cache cannot be shared (memory from cuMemCreate, MIG).
 
-Its calls ran on an H200 (benchmarks/results): copies in flight and the mapping survive a producer
-that is killed. Not run with an engine yet.
+Ran on one H200 (benchmarks/results), between engines of one GPU: copies in flight and the mapping
+survive a producer that is killed. Not run between two GPUs yet.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ Events on the GPU order the gather, send and scatter of a part, so the host wait
 first operation of a communicator is slow, because it connects. A new link therefore sends one byte
 while the prefill computes.
 
-Not run on a GPU yet, besides its binding: tests/unit/kv_transfer/test_nccl.py runs it over a fake
-NCCL, tests/gpu over a real one.
+On a GPU only blocks without staging were sent yet, between two processes (benchmarks/results).
+tests/unit/kv_transfer/test_nccl.py runs it over a fake NCCL, tests/gpu over a real one.
 """
 
 from __future__ import annotations
