@@ -18,7 +18,6 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import tempfile
 import time
 from contextlib import asynccontextmanager
@@ -36,6 +35,7 @@ from benchmarks.micro.router import (
     chosen_routers,
     running,
 )
+from benchmarks.micro.unloaded import copy_tokenizer, make_model
 from benchmarks.service import LocalService, processor_s
 from benchmarks.stats import alternate, compare, percentiles
 from pdserve.config.load import load_config, to_mapping
@@ -185,30 +185,18 @@ async def _running_with_engines(
 
 
 def _small_model(target: Path) -> Path:
-    """Write a Llama with random weights and SmolLM2's tokenizer. It is small, because attention to
-    50,000 tokens takes a core of a CPU a minute even so."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    source = model_directory("smollm2")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=json.loads((source / "config.json").read_bytes())["vocab_size"],
+    """Write a model that is small, because attention to 50,000 tokens takes a core of a CPU a
+    minute even so."""
+    return make_model(
+        target,
+        model_directory("smollm2"),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=64,
         max_position_embeddings=1 << 16,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
-    for each in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (source / each).is_file():
-            shutil.copy(source / each, target)
-    return target
 
 
 def _model(name: str, folder: Path) -> Path:
@@ -222,9 +210,7 @@ def _model(name: str, folder: Path) -> Path:
     target = folder / "model"
     target.mkdir()
     (target / "config.json").write_text(json.dumps(values), "utf-8")
-    for each in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (source / each).is_file():
-            shutil.copy(source / each, target)
+    copy_tokenizer(source, target)
     return target
 
 

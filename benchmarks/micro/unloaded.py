@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.errors import BenchError, TargetError
 from benchmarks.micro.serving import serving
 from benchmarks.stats import alternate, compare
+from pdserve.demo import MODEL_DIR
 
 if TYPE_CHECKING:
     import argparse
@@ -80,24 +81,27 @@ async def run(
         return [await _measure(services, x, args, progress) for x in lengths], []
 
 
-def make_model(folder: Path) -> Path:
-    """Write a Llama with random bfloat16 weights and the demo model's tokenizer. Return its
-    directory."""
+def make_model(folder: Path, tokenizer_of: Path = MODEL_DIR, **changes: int) -> Path:
+    """Write a Llama with random bfloat16 weights and the tokenizer of another model. Return its
+    directory. `changes`: fields of its configuration."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    demo = Path(__file__).parents[2] / "pdserve/demo/model"
-    tokens = json.loads((demo / "config.json").read_text(encoding="utf-8"))
+    tokens = json.loads((tokenizer_of / "config.json").read_text(encoding="utf-8"))
     torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2656,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        **changes,
+    }
     config = LlamaConfig(
+        **sizes,
         vocab_size=tokens["vocab_size"],
-        hidden_size=1024,
-        intermediate_size=2656,
-        num_hidden_layers=18,
-        num_attention_heads=16,
-        num_key_value_heads=8,
         head_dim=64,
-        max_position_embeddings=8192,
         tie_word_embeddings=True,
         eos_token_id=tokens["eos_token_id"],
         pad_token_id=tokens["pad_token_id"],
@@ -105,9 +109,15 @@ def make_model(folder: Path) -> Path:
         dtype="bfloat16",
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, folder)
+    copy_tokenizer(tokenizer_of, folder)
     return folder
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a model's tokenizer to another model's directory."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            shutil.copy(source / name, target)
 
 
 async def _measure(

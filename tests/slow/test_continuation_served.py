@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "characters of many bytes": {"logit_bias": {}},
     "stop string": {},
     # Together at most MAX_UNSENT_DELTAS, so a test that gets no time to read loses no answer.
-    "several answers": {"n": 2, "temperature": 0.9, "seed": 77},
+    "several answers": {"n": 3, "temperature": 0.9, "seed": 77, "max_tokens": 680},
 }
 
 
